@@ -1,0 +1,234 @@
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import fnmatch
+import time
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from thunder.core import prims
+from thunder.core.compile_data import get_compile_data
+from thunder.core.module import get_thunder_module
+from thunder.core.proxies import ProxyTag
+from thunder.core.symbol import BoundSymbol, Symbol, has_tags
+from thunder.core.trace import TraceProvenance, from_trace
+from thunder.core.transform_common import Transform
+
+if TYPE_CHECKING:
+    from thunder.core.trace import TraceCtx
+
+__all__ = ["ExtractionOnlyPrologueTransform"]
+
+
+class ExtractionOnlyPrologueTransform(Transform):
+    """Lets the prologue only read parameters and buffers, and no longer check their metadata.
+
+    Thunder's prologue runs before every call. Among much else it checks that each parameter and buffer still has the
+    shape, device, dtype and ``requires_grad`` that the model was compiled for. This transform leaves those checks out:
+    each :func:`~thunder.core.prims.check_tensor_shape_and_metadata` of a tensor proxy that is tagged
+    ``ProxyTag.STATIC_MEMORY_LOCATION``. Everything else stays, in its order: all reads, and the checks of inputs, of
+    module attributes (``model.train()`` still recompiles) and of global state. See lightning-thunder issue #1531.
+
+    **When it is safe.** You vouch that after compilation no parameter or buffer changes its shape, device, dtype or
+    ``requires_grad``. New values in place (an optimizer, ``load_state_dict``) are fine. If that does not hold, Thunder
+    silently runs what it has compiled: a parameter that was frozen at compilation and is unfrozen later
+    (``requires_grad_(True)``) silently trains nothing, a parameter whose ``.data`` became float64 goes into a
+    computation that was traced for float32. ``test_unfreezing_silently_trains_nothing`` and
+    ``test_changed_dtype_is_not_noticed`` in ``thunder/tests/test_extraction_only_prologue_transform.py`` show both.
+
+    It may stand before or after other transforms. When a transform that edits the prologue comes after it
+    (:class:`~thunder.transforms.LORATransform` and the quantizations expect to find each parameter's check), the checks
+    stay in the trace for those to edit, marked as left out, until Thunder makes the prologue executable.
+
+    Args:
+        skip_check_on_input_tensors (bool): Leave out the metadata checks of *all* tensors, inputs too. You then also
+            vouch for the inputs, as TorchDynamo's guards do for :class:`~thunder.dynamo.ThunderCompiler`, which sets
+            this. Without such guards an input of a new shape silently runs the code compiled for the old one.
+        keep (Sequence[str]): Shell-style patterns (``"*.lora_*"``) for names as ``named_parameters()`` and
+            ``named_buffers()`` of the compiled module give them. Parameters and buffers that match keep their check.
+            A tensor that has several names (tied weights) matches by any of them. In a jitted function the names are
+            those within each module that it uses.
+
+    Raises:
+        TypeError: At construction, if ``skip_check_on_input_tensors`` is not a bool or ``keep`` is not a sequence of
+            strings.
+        ValueError: At construction, if a pattern is empty. At compilation, if a pattern matches no parameter and no
+            buffer.
+
+    Example::
+
+        >>> import torch, thunder
+        >>> from thunder.transforms import ExtractionOnlyPrologueTransform
+        >>> model = torch.nn.Linear(4, 2)
+        >>> cmodel = thunder.jit(model, transforms=[ExtractionOnlyPrologueTransform()])
+        >>> cmodel(torch.randn(3, 4)).shape
+        torch.Size([3, 2])
+        >>> prologue = str(thunder.last_prologue_traces(cmodel)[-1])
+        >>> prologue.count("check_tensor_metadata(")  # the input's
+        1
+    """
+
+    def __init__(self, skip_check_on_input_tensors: bool = False, *, keep: Sequence[str] = ()):
+        if not isinstance(skip_check_on_input_tensors, bool):
+            raise TypeError(
+                f"skip_check_on_input_tensors must be a bool, is {skip_check_on_input_tensors!r} "
+                f"of type {type(skip_check_on_input_tensors).__name__}"
+            )
+        if isinstance(keep, str):
+            raise TypeError(f"keep must be a sequence of patterns, is the string {keep!r}; write keep=[{keep!r}]")
+        if not isinstance(keep, Sequence):
+            raise TypeError(f"keep must be a sequence of patterns, is {keep!r} of type {type(keep).__name__}")
+        for pattern in keep:
+            if not isinstance(pattern, str):
+                raise TypeError(f"keep must hold strings, has {pattern!r} of type {type(pattern).__name__}")
+            if not pattern:
+                raise ValueError("keep has an empty pattern, which matches nothing; leave it out")
+        self.skip_check_on_input_tensors = skip_check_on_input_tensors
+        self.keep = tuple(keep)
+
+    def __repr__(self) -> str:
+        arguments = []
+        if self.skip_check_on_input_tensors:
+            arguments.append("skip_check_on_input_tensors=True")
+        if self.keep:
+            arguments.append(f"keep={list(self.keep)!r}")
+        return f"{type(self).__module__}.{type(self).__name__}({', '.join(arguments)})"
+
+    def transform_traces_pre_prologue(
+        self, prologue_trace: TraceCtx, computation_trace: TraceCtx, epilogue_trace: TraceCtx | None, **kwargs
+    ) -> tuple[TraceCtx, TraceCtx, TraceCtx | None]:
+        start_time_ns = time.perf_counter_ns()
+
+        kept = self._kept_proxies(prologue_trace)
+        checks = [bsym for bsym in prologue_trace.bound_symbols if self._leaves_out(bsym, kept)]
+        if not checks:
+            return prologue_trace, computation_trace, epilogue_trace
+
+        new_prologue_trace = from_trace(prologue_trace)
+        if _is_followed_by_another(self):
+            new_prologue_trace.bound_symbols = _mark_left_out(prologue_trace.bound_symbols, checks)
+        else:
+            new_prologue_trace.bound_symbols = _leave_out(prologue_trace.bound_symbols, checks)
+
+        elapsed_time_millis = (time.perf_counter_ns() - start_time_ns) // 1000000
+        new_prologue_trace.set_provenance(
+            TraceProvenance(
+                f"Extraction only prologue, {len(checks)} checks left out (took {elapsed_time_millis} milliseconds)"
+            )
+        )
+        return new_prologue_trace, computation_trace, epilogue_trace
+
+    def _leaves_out(self, bsym: BoundSymbol, kept: set[str]) -> bool:
+        if bsym.sym.id is not prims.PrimIDs.CHECK_TENSOR_SHAPE_AND_METADATA or bsym.sym is _left_out_check:
+            return False
+        tensor = bsym.args[0]
+        if tensor.name in kept:
+            return False
+        return self.skip_check_on_input_tensors or ProxyTag.STATIC_MEMORY_LOCATION in tensor.tags
+
+    def _kept_proxies(self, prologue_trace: TraceCtx) -> set[str]:
+        """The names of the proxies of parameters and buffers that a pattern of ``keep`` matches."""
+        if not self.keep:
+            return set()
+        names_by_proxy = {
+            bsym.output.name: bsym.args[1] for bsym in prologue_trace.bound_symbols if bsym.sym.id in _tensor_reads
+        }
+        aliases = _aliases(prologue_trace.fn)
+        for name in names_by_proxy.values():
+            aliases.setdefault(name, {name})
+        for pattern in self.keep:
+            if not fnmatch.filter(aliases, pattern):
+                raise ValueError(
+                    f"keep pattern {pattern!r} matches no parameter and no buffer of {_describe(prologue_trace.fn)}; "
+                    f"{_nearest(pattern, aliases)}"
+                )
+        return {
+            proxy
+            for proxy, name in names_by_proxy.items()
+            if any(fnmatch.fnmatchcase(alias, pattern) for pattern in self.keep for alias in aliases[name])
+        }
+
+
+_tensor_reads = {prims.PrimIDs.UNPACK_PARAMETER, prims.PrimIDs.UNPACK_BUFFER}
+
+
+def _print_left_out_check(bsym: BoundSymbol, out_printables, arg_printables, kwarg_printables) -> str:
+    return f"# left out: {bsym.sym.name}({', '.join(map(str, bsym.args))})"
+
+
+# The check with nothing to keep it from dead code elimination, which Thunder runs before it makes a prologue
+# executable. Thunder holds symbols of the same id for equal, so transforms that look for the check find this one.
+_left_out_check: Symbol = dataclasses.replace(
+    prims.check_tensor_shape_and_metadata, tags=None, python_printer=_print_left_out_check
+)
+
+
+def _is_followed_by_another(transform: ExtractionOnlyPrologueTransform) -> bool:
+    """Whether a transform of another kind will be given the prologue after ``transform``."""
+    compile_data = get_compile_data()
+    transforms = list(getattr(compile_data, "transforms", None) or ())
+    positions = [i for i, other in enumerate(transforms) if other is transform]
+    return bool(positions) and any(
+        type(other).transform_traces_pre_prologue is not Transform.transform_traces_pre_prologue
+        and not isinstance(other, ExtractionOnlyPrologueTransform)
+        for other in transforms[positions[-1] + 1 :]
+    )
+
+
+def _mark_left_out(bsyms: Iterable[BoundSymbol], checks: Iterable[BoundSymbol]) -> list[BoundSymbol]:
+    marked = {id(check) for check in checks}
+    return [bsym.from_bsym(sym=_left_out_check) if id(bsym) in marked else bsym for bsym in bsyms]
+
+
+def _leave_out(bsyms: Sequence[BoundSymbol], checks: Iterable[BoundSymbol]) -> list[BoundSymbol]:
+    """Returns ``bsyms`` without ``checks`` and without the reads that fed nothing but them."""
+    left_out = {id(check) for check in checks}
+    needed: set[str] = set()
+    fed_left_out: set[str] = set()
+    remaining = []
+    for bsym in reversed(bsyms):
+        outputs = {proxy.name for proxy in bsym.flat_proxy_outs}
+        is_unneeded_read = (
+            bool(outputs)
+            and outputs <= fed_left_out
+            and outputs.isdisjoint(needed)
+            and not has_tags(bsym, {prims.OpTags.DONT_DCE})
+        )
+        arguments = {proxy.name for proxy in bsym.flat_proxy_args}
+        if id(bsym) in left_out or is_unneeded_read:
+            fed_left_out |= arguments
+        else:
+            needed |= arguments
+            remaining.append(bsym)
+    remaining.reverse()
+    return remaining
+
+
+def _aliases(fn) -> dict[str, set[str]]:
+    """Returns all names of the parameters and buffers of ``fn``, each with all the names that its tensor has."""
+    if not isinstance(fn, torch.nn.Module):
+        return {}
+    # The ThunderModule also has what other transforms have added (LoRA's matrices, say).
+    module = get_thunder_module(fn) if get_compile_data() is not None else fn
+    names_by_tensor: dict[int, set[str]] = {}
+    aliases: dict[str, set[str]] = {}
+    for named in (module.named_parameters, module.named_buffers):
+        for name, tensor in named(remove_duplicate=False):
+            aliases[name] = names_by_tensor.setdefault(id(tensor), set())
+            aliases[name].add(name)
+    return aliases
+
+
+def _describe(fn) -> str:
+    return f"{type(fn).__name__}" if isinstance(fn, torch.nn.Module) else f"the modules in {getattr(fn, '__name__', fn)}"
+
+
+def _nearest(pattern: str, names: Iterable[str]) -> str:
+    names = list(names)
+    if not names:
+        return "it has none"
+    nearest = difflib.get_close_matches(pattern, names, n=3, cutoff=0.0)
+    return f"the nearest names are {', '.join(map(repr, nearest))}"
