@@ -43,7 +43,9 @@ def inactive_reason() -> str | None:
     if os.environ.get("THUNDER_OVERLAY") == "0":
         return "it is switched off by THUNDER_OVERLAY=0 in the environment; unset that to switch it on"
     if thunder_overlay.thunder_was_imported_before:
-        return "thunder was imported before thunder_overlay.install() ran; install it first, before any import of thunder"
+        return (
+            "thunder was imported before thunder_overlay.install() ran; install it first, before any import of thunder"
+        )
     if not thunder_overlay.is_installed():
         return (
             "its start-up hook did not run: either Python was started with -S, or thunder-prologue is not installed in "

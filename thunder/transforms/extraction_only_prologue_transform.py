@@ -156,7 +156,9 @@ _tensor_reads = {prims.PrimIDs.UNPACK_PARAMETER, prims.PrimIDs.UNPACK_BUFFER}
 
 
 def _print_left_out_check(bsym: BoundSymbol, out_printables, arg_printables, kwarg_printables) -> str:
-    return f"# left out: {bsym.sym.name}({', '.join(map(str, bsym.args))})"
+    tensor, shape, device, dtype, requires_grad = bsym.args
+    shape = tuple(getattr(size, "name", size) for size in shape)
+    return f"# left out: {bsym.sym.name}({tensor.name}, {shape}, {device!r}, {dtype}, {requires_grad})"
 
 
 # The check with nothing to keep it from dead code elimination, which Thunder runs before it makes a prologue
@@ -223,7 +225,9 @@ def _aliases(fn) -> dict[str, set[str]]:
 
 
 def _describe(fn) -> str:
-    return f"{type(fn).__name__}" if isinstance(fn, torch.nn.Module) else f"the modules in {getattr(fn, '__name__', fn)}"
+    return (
+        f"{type(fn).__name__}" if isinstance(fn, torch.nn.Module) else f"the modules in {getattr(fn, '__name__', fn)}"
+    )
 
 
 def _nearest(pattern: str, names: Iterable[str]) -> str:
