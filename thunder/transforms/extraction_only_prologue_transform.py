@@ -108,7 +108,8 @@ class ExtractionOnlyPrologueTransform(Transform):
             return prologue_trace, computation_trace, epilogue_trace
 
         new_prologue_trace = from_trace(prologue_trace)
-        if _is_followed_by_another(self):
+        following, _ = transforms_that_follow(self)
+        if following:
             new_prologue_trace.bound_symbols = _mark_left_out(prologue_trace.bound_symbols, checks)
         else:
             new_prologue_trace.bound_symbols = _leave_out(prologue_trace.bound_symbols, checks)
@@ -168,16 +169,18 @@ _left_out_check: Symbol = dataclasses.replace(
 )
 
 
-def _is_followed_by_another(transform: ExtractionOnlyPrologueTransform) -> bool:
-    """Whether a transform of another kind will be given the prologue after ``transform``."""
-    compile_data = get_compile_data()
-    transforms = list(getattr(compile_data, "transforms", None) or ())
+def transforms_that_follow(transform: Transform) -> tuple[list[Transform], Sequence[Transform]]:
+    """Returns the transforms of other kinds that will be given the prologue after ``transform``, and all transforms of
+    the compilation that is going on."""
+    transforms = getattr(get_compile_data(), "transforms", None) or ()
     positions = [i for i, other in enumerate(transforms) if other is transform]
-    return bool(positions) and any(
-        type(other).transform_traces_pre_prologue is not Transform.transform_traces_pre_prologue
-        and not isinstance(other, ExtractionOnlyPrologueTransform)
-        for other in transforms[positions[-1] + 1 :]
-    )
+    following = [
+        other
+        for other in transforms[positions[-1] + 1 if positions else len(transforms) :]
+        if type(other).transform_traces_pre_prologue is not Transform.transform_traces_pre_prologue
+        and not isinstance(other, type(transform))
+    ]
+    return following, transforms
 
 
 def _mark_left_out(bsyms: Iterable[BoundSymbol], checks: Iterable[BoundSymbol]) -> list[BoundSymbol]:

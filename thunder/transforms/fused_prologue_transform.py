@@ -1,0 +1,747 @@
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import linecache
+import math
+import operator
+import re
+import reprlib
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from thunder.core import codeutils, prims
+from thunder.core import guard_blocks as blocks
+from thunder.core.codeutils import SigInfo
+from thunder.core.compile_data import get_compile_data
+from thunder.core.module import ThunderModule
+from thunder.core.prims import PrimIDs
+from thunder.core.proxies import Proxy
+from thunder.core.symbol import BoundSymbol, Symbol, default_python_printer, has_tags
+from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx
+from thunder.core.transform_common import Transform
+from thunder.executors import pythonex
+from thunder.executors.passes import transform_for_execution
+from thunder.transforms.extraction_only_prologue_transform import transforms_that_follow
+
+__all__ = ["FusedPrologueTransform"]
+
+
+class FusedPrologueTransform(Transform):
+    """Replaces all that a prologue reads from modules and checks about them by one bulk read and one bulk guard.
+
+    Nothing is left out: the prologue accepts exactly what it accepted before, returns the same objects, and raises where
+    it raised, with a message that names the first thing that differs (``attribute 'norm.eps': compiled for 1e-05, is
+    10.0``). It only runs faster, and is therefore safe to use always. Checks that other transforms have left out
+    (:class:`~thunder.transforms.ExtractionOnlyPrologueTransform`, :class:`~thunder.transforms.PrunePrologueChecks`) stay
+    left out.
+
+    The first call runs every read and check that was replaced, and remembers the state that they accepted. Later calls
+    compare with that state in bulk: the versions of the modules' dicts, the words in which torch keeps tensors' metadata
+    (see ``thunder/core/guard_blocks.py``, also for what is done where those cannot be trusted, and for
+    ``THUNDER_PROLOGUE_PORTABLE=1``, which uses public interfaces alone). When the comparison says no, everything is read
+    and checked in full again. What cannot be compared (properties, lists, tensor subclasses) is read and checked as
+    before on each call.
+
+    It works on the prologue that all other transforms leave. Where it is not the last in the list, it adds itself to the
+    end of the list once more.
+
+    The fused prologue prints in a few lines; ``print(thunder.last_prologue_traces(cm)[-3])`` prints the one that it
+    replaced, with every read and check.
+
+    Raises:
+        RuntimeError: At compilation, if another transform that edits the prologue comes after it and the transforms
+            were not given as a list.
+
+    Example::
+
+        >>> import torch, thunder
+        >>> from thunder.transforms.fused_prologue_transform import FusedPrologueTransform
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout()).eval()
+        >>> cmodel = thunder.jit(model, transforms=[FusedPrologueTransform()])
+        >>> cmodel(torch.randn(3, 4)).shape
+        torch.Size([3, 4])
+        >>> _ = cmodel(torch.randn(3, 4)), model.train(), cmodel(torch.randn(3, 4))
+        >>> thunder.cache_hits(cmodel), thunder.cache_misses(cmodel)
+        (1, 2)
+    """
+
+    def transform_traces_pre_prologue(
+        self, prologue_trace: TraceCtx, computation_trace: TraceCtx, epilogue_trace: TraceCtx | None, **kwargs
+    ) -> tuple[TraceCtx, TraceCtx, TraceCtx | None]:
+        start_time_ns = time.perf_counter_ns()
+
+        following, transforms = transforms_that_follow(self)
+        if following:
+            if not isinstance(transforms, list):
+                raise RuntimeError(
+                    f"FusedPrologueTransform must be the last transform, {type(following[0]).__name__} comes after it; "
+                    "put it last, or give the transforms as a list"
+                )
+            transforms.append(self)
+            return prologue_trace, computation_trace, epilogue_trace
+
+        new_prologue_trace = from_trace(prologue_trace)
+        new_prologue_trace.bound_symbols = _fuse(prologue_trace.bound_symbols)
+        elapsed_time_millis = (time.perf_counter_ns() - start_time_ns) // 1000000
+        new_prologue_trace.set_provenance(TraceProvenance(f"Fused prologue (took {elapsed_time_millis} milliseconds)"))
+        return new_prologue_trace, computation_trace, epilogue_trace
+
+
+#
+# The pass
+#
+
+_NAME = "read_and_check_modules"
+_TENSOR_READS = {PrimIDs.UNPACK_PARAMETER: "parameter", PrimIDs.UNPACK_BUFFER: "buffer"}
+
+
+def _names(proxies: Iterable[Proxy]) -> list[str]:
+    return [proxy.name for proxy in proxies]
+
+
+def _fuse(bsyms: Sequence[BoundSymbol]) -> list[BoundSymbol]:
+    roots, region, rest = _split(bsyms)
+    *rest, result = [_with_fast_path(bsym) for bsym in rest]
+    if not region:
+        return [*rest, result]
+
+    from_modules = {proxy.name: proxy for bsym in region for proxy in bsym.flat_proxy_outs}
+    needed = {name for bsym in rest for name in _names(bsym.flat_proxy_args)}
+    singles = [proxy for name, proxy in from_modules.items() if name in needed]
+    result, runs = _return_runs(result, from_modules)
+
+    guard = _ModuleGuard(roots, region, [*runs.values(), *singles])
+    symbol = Symbol(
+        _NAME,
+        id=_NAME,
+        is_prim=True,
+        tags=(prims.OpTags.DONT_DCE,),
+        python_impl=guard,
+        python_printer=functools.partial(_print_fused, [*runs, *_names(singles)]),
+    )
+    output = (*map(tuple, runs.values()), *singles)
+    fused = symbol.bind(*roots, output=output, _call_ctx={_NAME: guard})
+    fused.header = _summary(region)
+    after_roots = 1 + max(i for i, bsym in enumerate(rest) if bsym.sym.id is PrimIDs.UNPACK_FUNCTION_OBJ)
+    return [*rest[:after_roots], fused, *rest[after_roots:], result]
+
+
+def _split(bsyms: Sequence[BoundSymbol]) -> tuple[list[Proxy], list[BoundSymbol], list[BoundSymbol]]:
+    """Returns the function objects that modules are reached from, the statements that depend on nothing but those, and
+    the other statements."""
+    roots, region, rest = [], [], []
+    reached: set[str] = set()
+    for bsym in bsyms:
+        arguments = _names(bsym.flat_proxy_args)
+        is_dead = not bsym.flat_proxy_outs and not has_tags(bsym, {prims.OpTags.DONT_DCE})
+        if bsym.sym.id is PrimIDs.UNPACK_FUNCTION_OBJ:
+            roots.append(bsym.output)
+        elif arguments and reached.issuperset(arguments) and bsym.sym.id is not PrimIDs.RETURN:
+            if not is_dead:
+                region.append(bsym)
+        else:
+            rest.append(bsym)
+            continue
+        reached.update(_names(bsym.flat_proxy_outs))
+        if bsym.sym.id is PrimIDs.UNPACK_FUNCTION_OBJ:
+            rest.append(bsym)
+    return roots, region, rest
+
+
+def _return_runs(result: BoundSymbol, from_modules: dict[str, Proxy]) -> tuple[BoundSymbol, dict[str, list[Proxy]]]:
+    """Returns ``result`` so that it prints values from modules that it returns next to each other under one name, and
+    those values by that name."""
+    runs: dict[str, list[Proxy]] = {}
+    texts = []
+    for values in result.args[0]:
+        items = []
+        for is_run, group in itertools.groupby(values, lambda v: isinstance(v, Proxy) and v.name in from_modules):
+            if is_run:
+                name = f"module_values{len(runs) or ''}"
+                runs[name] = list(group)
+                items.append(f"*{name}")
+            else:
+                items += [codeutils.prettyprint(value) for value in group]
+        texts.append(f"({', '.join(items)}{',' if len(items) == 1 else ''})")
+    text = f"return ({', '.join(texts)})"
+    symbol = dataclasses.replace(result.sym, python_printer=lambda *_: text)
+    return result.from_bsym(sym=symbol), runs
+
+
+def _print_fused(targets: list[str], bsym: BoundSymbol, out_printables, arg_printables, kwarg_printables) -> str:
+    call = f"{_NAME}({', '.join(codeutils.prettyprint(root) for root in arg_printables)})"
+    return f"{', '.join(targets)} = {call}" if targets else call
+
+
+def _summary(region: Sequence[BoundSymbol]) -> str:
+    ids = [bsym.sym.id for bsym in region]
+    checks = [bsym for bsym in region if not bsym.flat_proxy_outs]
+    tensors = sum(bsym.sym.id is PrimIDs.CHECK_TENSOR_SHAPE_AND_METADATA for bsym in checks)
+    return (
+        f"reads {ids.count(PrimIDs.UNPACK_PARAMETER)} parameters and {ids.count(PrimIDs.UNPACK_BUFFER)} buffers, "
+        f"checks the metadata of {tensors} and {len(checks) - tensors} other values"
+    )
+
+
+#
+# Checks whose usual case is written out before the call: `len(args) == 1 or check_len(args, 1)`
+#
+
+
+def _with_fast_path(bsym: BoundSymbol) -> BoundSymbol:
+    """Returns ``bsym`` with an expression in front of it that is only true where the check passes."""
+    write, context = _conditions.get(bsym.sym.id), {}
+    if write is None or not isinstance(bsym.args[0], Proxy):
+        return bsym
+    condition = write(bsym.args[0].name, *bsym.args[1:], context)
+    if condition is None:
+        return bsym
+    check = pythonex.ex.implmap[bsym.sym.id].symbol
+
+    def print_check(*args) -> str:
+        return f"{condition} or {default_python_printer(*args)}"
+
+    def add_context(new: BoundSymbol) -> None:
+        check._bind_postprocess(new)
+        new._call_ctx = new._call_ctx | context
+
+    symbol = dataclasses.replace(check, python_printer=print_check, _bind_postprocess=add_context)
+    return symbol.bind(*bsym.args, output=None)
+
+
+def _tensor_condition(name, shape, device, dtype, requires_grad, context) -> str | None:
+    kind, _, index = device.partition(":")
+    is_there = {"cpu": f"{name}.is_cpu", "meta": f"{name}.is_meta"}.get(device)
+    if kind == "cuda" and index:
+        is_there = f"{name}.is_cuda and {name}.get_device() == {index}"
+    if is_there is None or not all(type(size) is int for size in shape):
+        return None
+    context["Tensor"] = torch.Tensor
+    return (
+        f"type({name}) is Tensor and {name}.shape == {tuple(shape)!r} and {name}.dtype is {dtype} "
+        f"and {name}.requires_grad is {requires_grad} and {is_there}"
+    )
+
+
+def _number_condition(name, value, context) -> str | None:
+    if type(value) is bool:
+        return f"{name} is {value}"
+    if type(value) is int or (type(value) is float and math.isfinite(value)):
+        return f"type({name}) is {type(value).__name__} and {name} == {value!r}"
+    return None
+
+
+def _literal_condition(name, value, context) -> str | None:
+    if isinstance(value, torch.dtype):
+        return f"{name} is {value}"
+    if isinstance(value, torch.device):
+        variable = re.sub(r"\W", "_", str(value))
+        context[variable] = value
+        return f"{name} == {variable}"
+    return None
+
+
+_conditions: dict[PrimIDs, Callable[..., str | None]] = {
+    PrimIDs.CHECK_TENSOR_SHAPE_AND_METADATA: _tensor_condition,
+    PrimIDs.CHECK_NUMBER_TYPE_AND_VALUE: _number_condition,
+    PrimIDs.CHECK_LITERAL_LIKE: _literal_condition,
+    PrimIDs.CHECK_STRING_VALUE: lambda name, value, _: f"{name} == {value!r}" if type(value) is str else None,
+    PrimIDs.CHECK_LEN: lambda name, length, _: f"len({name}) == {length}",
+    PrimIDs.CHECK_NONE: lambda name, _: f"{name} is None",
+}
+
+
+def _callable(name: str, inputs: Sequence[Proxy], bsyms: Sequence[BoundSymbol], outputs: Sequence[Proxy]) -> Callable:
+    """Makes a function of statements, with the implementations that the Python executor has for them."""
+    trace = TraceCtx()
+    trace.args = tuple(inputs)
+    trace._siginfo = SigInfo(name)
+    trace._siginfo.args = [(proxy.name, None) for proxy in inputs]
+    with tracectx(trace):
+        result = prims.python_return.bind(tuple(outputs), output=None)
+    trace.bound_symbols = [*bsyms, result]
+    fn = transform_for_execution(trace, (pythonex.ex,)).python_callable(include_decorators=False)
+    # As Thunder does for a prologue: a function that is in its own globals is only freed by the garbage collector.
+    del fn.__globals__[name]
+    return fn
+
+
+#
+# The guard
+#
+
+_IMMUTABLE = frozenset(
+    {bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
+)
+# Checks that say the same of the same immutable value each time.
+_VALUE_CHECKS = frozenset(
+    {
+        PrimIDs.CHECK_NONE,
+        PrimIDs.CHECK_LITERAL_LIKE,
+        PrimIDs.CHECK_TYPE,
+        PrimIDs.CHECK_INSTANCE,
+        PrimIDs.CHECK_NUMBER_TYPE_AND_VALUE,
+        PrimIDs.CHECK_BOOL_CONVERSION,
+        PrimIDs.CHECK_STRING_VALUE,
+    }
+)
+
+
+# What changes between calls, harmlessly, so many times with no more hits than that in between, is looked at itself on
+# each call and no longer compared by version.
+_TIMES_TO_TOLERATE, _HITS_TO_FORGET = 3, 3
+
+
+class _ModuleGuard:
+    """Reads and checks what a part of a prologue read and checked: in full, or by comparison with the state that the
+    last full check has accepted."""
+
+    def __init__(
+        self, roots: Sequence[Proxy], region: Sequence[BoundSymbol], targets: Sequence[Sequence[Proxy] | Proxy]
+    ):
+        self.roots = tuple(roots)
+        self.region = tuple(region)
+        self.targets = tuple(targets)
+        reads = list({proxy.name: proxy for bsym in region for proxy in bsym.flat_proxy_outs}.values())
+        self.reads = _names(reads)
+        self._read_and_check_all = _callable(
+            "read_and_check_all", roots, [_with_fast_path(bsym) for bsym in region], reads
+        )
+        self._plan: _Plan | None = None
+        self._values_if_unchanged: Callable | None = None
+        self._hits = 0
+        self._pauses = self._calls_to_pause = 0
+
+    def __call__(self, *roots):
+        values_if_unchanged = self._values_if_unchanged
+        if values_if_unchanged is not None:
+            values = values_if_unchanged(*roots)
+            if values is not None:
+                self._hits += 1
+                return values
+        return self._check_in_full(roots)
+
+    def _check_in_full(self, roots: tuple):
+        plan = self._plan
+        if plan is not None:
+            plan.note_changes(is_often=self._hits <= _HITS_TO_FORGET)
+            values = self._accept(plan, roots)
+            if values is not None:
+                return values
+        read = self._run(roots)
+        if self._calls_to_pause > 0:
+            self._calls_to_pause -= 1
+        else:
+            values = self._accept(_Plan(self, roots, read), roots)
+            if values is not None:
+                self._pauses = 0
+                return values
+            # A state that is new on each call is not worth to be remembered; to try costs more than a full check.
+            self._pauses += 1
+            self._calls_to_pause = min(2**self._pauses, 1000)
+        by_name = dict(zip(self.reads, read))
+        return _pack(self.targets, by_name.__getitem__)
+
+    def _accept(self, plan: _Plan, roots: tuple):
+        """Checks everything, and remembers the state if it was the same before and after that (another thread may have
+        changed it meanwhile). Returns the values, or None if it was not."""
+        values_if_unchanged = plan.take_state()
+        values = None
+        if values_if_unchanged is not None and plan.still_fits(self._run(roots)):
+            values = values_if_unchanged(*roots)
+        accepted = (plan, values_if_unchanged) if values is not None else (None, None)
+        self._plan, self._values_if_unchanged = accepted
+        self._hits = 0
+        return values
+
+    def _run(self, roots: tuple) -> tuple:
+        try:
+            return self._read_and_check_all(*roots)
+        except Exception as e:
+            explanation = self._explain(e)
+            if explanation is None:
+                raise
+            raise type(e)(explanation) from e
+
+    def _explain(self, error: Exception) -> str | None:
+        """Says what of the modules differs from what was compiled; None where the error speaks for itself."""
+        if type(error) not in (AssertionError, AttributeError, RuntimeError):
+            return None
+        frames = error.__traceback__
+        while frames is not None and frames.tb_frame.f_code is not self._read_and_check_all.__code__:
+            frames = frames.tb_next
+        if frames is None:
+            return None
+        line = linecache.getline(frames.tb_frame.f_code.co_filename, frames.tb_lineno)
+        found = re.search(r"\bcheck_\w+\((\w+)", line) or re.match(r"\s*(\w+)", line)
+        name, paths = found[1], _paths(self.region)
+        if name not in paths:
+            return None
+        kind, path = paths[name]
+        if name not in frames.tb_frame.f_locals:
+            return f"{kind} {path!r} cannot be read: {error}"
+        present = frames.tb_frame.f_locals[name]
+        for bsym in self.region:
+            if not bsym.flat_proxy_outs and isinstance(bsym.args[0], Proxy) and bsym.args[0].name == name:
+                return f"{kind} {path!r}: {_difference(bsym, present)}"
+        return None
+
+
+def _difference(check: BoundSymbol, present: Any) -> str:
+    """Says what a check expects and what it has found."""
+    if check.sym.id is not PrimIDs.CHECK_TENSOR_SHAPE_AND_METADATA:
+        compiled = check.args[1] if len(check.args) > 1 else None
+        if check.sym.id is PrimIDs.CHECK_LEN:
+            present = f"of length {len(present)}"
+            return f"compiled for length {compiled}, is {present}"
+        return f"compiled for {reprlib.repr(compiled)}, is {reprlib.repr(present)}"
+    if not isinstance(present, torch.Tensor):
+        return f"compiled for a tensor, is of type {type(present).__name__}"
+    _, shape, device, dtype, requires_grad = check.args
+    if len(shape) != present.dim() or any(
+        not isinstance(size, Proxy) and size != actual for size, actual in zip(shape, present.shape)
+    ):
+        compiled = tuple(getattr(size, "name", size) for size in shape)
+        return f"compiled for shape {compiled}, is of shape {tuple(present.shape)}"
+    for word, compiled, actual in (
+        ("", str(device), str(present.device)),
+        ("", dtype, present.dtype),
+        ("requires_grad=", requires_grad, present.requires_grad),
+    ):
+        if compiled != actual:
+            return f"compiled for {word}{compiled}, is {word}{actual}"
+    return "differs"
+
+
+def _paths(region: Sequence[BoundSymbol]) -> dict[str, tuple[str, str]]:
+    """Returns what each proxy stands for, and its qualified name."""
+    paths: dict[str, tuple[str, str]] = {}
+    for bsym in region:
+        if bsym.sym.id is PrimIDs.UNPACK_THUNDER_MODULE:
+            paths[bsym.output.name] = paths.get(bsym.args[0].name, ("module", ""))
+        elif bsym.flat_proxy_outs and bsym.args and isinstance(bsym.args[0], Proxy) and isinstance(bsym.output, Proxy):
+            _, path = paths.get(bsym.args[0].name, ("", ""))
+            key = bsym.args[1] if len(bsym.args) > 1 else ""
+            if bsym.sym.id is PrimIDs.UNPACK_GETITEM:
+                path = f"{path}[{key!r}]"
+            else:
+                path = f"{path}.{key}".strip(".")
+            kind = {PrimIDs.UNPACK_SUBMODULE: "module", **_TENSOR_READS}.get(bsym.sym.id, "attribute")
+            paths[bsym.output.name] = (kind, path)
+    return paths
+
+
+def _pack(targets: Sequence[Sequence[Proxy] | Proxy], value: Callable[[str], Any]):
+    """Returns the values of the targets of the fused statement as it assigns them."""
+    packed = tuple(
+        value(target.name) if isinstance(target, Proxy) else tuple(value(proxy.name) for proxy in target)
+        for target in targets
+    )
+    return packed[0] if _is_one_run(targets) else packed
+
+
+def _is_one_run(targets: Sequence[Sequence[Proxy] | Proxy]) -> bool:
+    return len(targets) == 1 and not isinstance(targets[0], Proxy)
+
+
+@dataclasses.dataclass
+class _Handle:
+    """The ThunderModule that a prologue belongs to, without a reference to it."""
+
+    name: str
+    model: torch.nn.Module
+    parameters: dict[str, torch.Tensor]
+    buffers: dict[str, torch.Tensor]
+    submodules: dict[str, torch.nn.Module]
+    absent: set[str] = dataclasses.field(default_factory=set)
+    """Attributes that it passes on to its model, and so must not have itself."""
+
+
+class _Plan:
+    """How to compare a state with the one that a full check has accepted: what can be compared in bulk, and what must be
+    read and checked each time."""
+
+    def __init__(self, guard: _ModuleGuard, roots: tuple, read: tuple):
+        self._guard = guard
+        self._handles: dict[str, _Handle] = {}
+        self._tensors: dict[str, tuple[dict, str]] = {}  # proxy: the dict that it is read from, its key
+        self._held: dict[str, Any] = {}  # proxy: an object whose identity is compared
+        self._attributes: dict[tuple[int, str], tuple[Any, str]] = {}
+        self._items: list[tuple[dict, str]] = []
+        self._checked: list[str] = []
+        self._polled: set[int] = set()  # ids of objects and dicts that change so often that versions are of no use
+        self._times_changed: dict[int, int] = {}
+        self._state = None
+
+        values = dict(zip(guard.reads, read)) | {proxy.name: root for proxy, root in zip(guard.roots, roots)}
+        residual = [bsym for bsym in guard.region if not self._compares(bsym, values)]
+        self._make_residual(residual)
+        self._lay_out()
+
+    def _compares(self, bsym: BoundSymbol, values: dict[str, Any]) -> bool:
+        """Takes up what ``bsym`` reads or checks, if that can be compared in bulk."""
+        id_, args = bsym.sym.id, bsym.args
+        if not args or not isinstance(args[0], Proxy):
+            return False
+        source = args[0].name
+        value = values.get(bsym.output.name) if isinstance(bsym.output, Proxy) else None
+
+        if id_ is PrimIDs.UNPACK_THUNDER_MODULE:
+            if _belongs_to(value, values.get(source)):
+                own = vars(value)
+                self._handles[bsym.output.name] = _Handle(
+                    bsym.output.name,
+                    value._model,
+                    own["_overrides_parameters"],
+                    own["_overrides_buffers"],
+                    own["_module_cache"],
+                )
+            return False  # it is read each time
+
+        handle = self._handles.get(source)
+        if id_ in _TENSOR_READS and handle is not None:
+            tensors = handle.parameters if id_ is PrimIDs.UNPACK_PARAMETER else handle.buffers
+            if tensors.get(args[1]) is not value or value is None:
+                return False
+            self._tensors[bsym.output.name] = (tensors, args[1])
+            return True
+        if id_ is PrimIDs.UNPACK_SUBMODULE and handle is not None:
+            if handle.submodules.get(args[1]) is not value or value is None:
+                return False
+            self._items.append((handle.submodules, args[1]))
+            self._held[bsym.output.name] = value
+            return True
+        if id_ is PrimIDs.UNPACK_ATTR and (handle is not None or source in self._held):
+            owner = handle.model if handle is not None else self._held[source]
+            passed_on = handle is None or not any(args[1] in vars(base) for base in ThunderModule.__mro__)
+            if not passed_on or not blocks.is_plain_attribute(owner, args[1]) or getattr(owner, args[1]) is not value:
+                return False
+            if handle is not None:
+                handle.absent.add(args[1])
+            self._attributes[id(owner), args[1]] = (owner, args[1])
+            self._held[bsym.output.name] = value
+            return True
+        if id_ is PrimIDs.UNPACK_GETITEM and type(self._held.get(source)) is tuple and type(args[1]) is int:
+            self._held[bsym.output.name] = value
+            return True
+        if id_ is PrimIDs.CHECK_TENSOR_SHAPE_AND_METADATA and source in self._tensors:
+            if not blocks.are_guardable([values[source]]):
+                return False
+            self._checked.append(source)
+            return True
+        return id_ in _VALUE_CHECKS and source in self._held and type(self._held[source]) in _IMMUTABLE
+
+    def _make_residual(self, residual: Sequence[BoundSymbol]) -> None:
+        """Makes the function of the statements that are run each time."""
+        guard = self._guard
+        # A tensor that such a statement needs is read once more by it.
+        needed = {name for bsym in residual for name in _names(bsym.flat_proxy_args)} & self._tensors.keys()
+        chosen = {id(bsym) for bsym in residual}
+        statements = [
+            bsym for bsym in guard.region if id(bsym) in chosen or not needed.isdisjoint(_names(bsym.flat_proxy_outs))
+        ]
+        made = {proxy.name: proxy for bsym in statements for proxy in bsym.flat_proxy_outs}
+        used = {proxy.name: proxy for bsym in statements for proxy in bsym.flat_proxy_args}
+        constants = [proxy for name, proxy in used.items() if name in self._held and name not in made]
+        flat_targets = [t for target in guard.targets for t in ([target] if isinstance(target, Proxy) else target)]
+        results = [made[name] for name in self._handles]
+        results += [proxy for proxy in flat_targets if proxy.name in made and proxy.name not in self._tensors]
+        self._results = list({proxy.name: proxy for proxy in results}.values())
+        self._constants = tuple(self._held[proxy.name] for proxy in constants)
+        self._run_residual = _callable(
+            "read_and_check_the_rest",
+            [*guard.roots, *constants],
+            [_with_fast_path(bsym) for bsym in statements],
+            self._results,
+        )
+
+    def _lay_out(self) -> None:
+        """Decides what is compared by version and what is polled, and where each value comes from."""
+        found = blocks.available_blocks()
+        objects = {id(obj): obj for obj, _ in self._attributes.values()}
+        versioned = {i: obj for i, obj in objects.items() if i not in self._polled and blocks.is_versioned(obj)}
+        dicts = {id(d): d for d, _ in (*self._tensors.values(), *self._items)}
+        versioned_dicts = {i: d for i, d in dicts.items() if i not in self._polled and found.dict_versions}
+        self._versions = None
+        if versioned or versioned_dicts:
+            self._versions = blocks.Versions(versioned.values(), [ThunderModule], versioned_dicts.values())
+        attributes = self._attributes.values()
+        self._polled_attributes = [(obj, name) for obj, name in attributes if id(obj) not in versioned]
+        self._polled_items = [(d, key) for d, key in self._items if id(d) not in versioned_dicts]
+        # Versions say that nothing has changed; that an attribute is still found in the instance is seen here.
+        self._in_instance = [(obj, name) for obj, name in attributes if id(obj) in versioned and name in vars(obj)]
+
+        flat_targets = [
+            t for target in self._guard.targets for t in ([target] if isinstance(target, Proxy) else target)
+        ]
+        names = dict.fromkeys(name for name in (*_names(flat_targets), *self._checked) if name in self._tensors)
+        sources = dict.fromkeys(id(self._tensors[name][0]) for name in names)
+        pool = [name for source in sources for name in names if id(self._tensors[name][0]) == source]
+        self._readers = []
+        for source in sources:
+            keys = [self._tensors[name][1] for name in pool if id(self._tensors[name][0]) == source]
+            self._readers.append((dicts[source], keys))
+        position = {name: i for i, name in enumerate(pool)}
+        checked = sorted(position[name] for name in set(self._checked))
+        self._same = [i for i in checked if id(self._tensors[pool[i]][0]) in versioned_dicts]
+        self._others = [i for i in checked if id(self._tensors[pool[i]][0]) not in versioned_dicts]
+        for name in _names(self._results):
+            position.setdefault(name, len(position))
+        self._held_targets = [
+            name for name in dict.fromkeys(_names(flat_targets)) if name in self._held and name not in position
+        ]
+        for name in self._held_targets:
+            position[name] = len(position)
+        self._positions = [
+            position[target.name] if isinstance(target, Proxy) else [position[proxy.name] for proxy in target]
+            for target in self._guard.targets
+        ]
+        index = {name: i for i, name in enumerate(self._guard.reads)}
+        self._held_positions = [index[name] for name in self._held]
+
+    def note_changes(self, *, is_often: bool) -> None:
+        """Polls what changes often from now on."""
+        if not is_often:
+            self._times_changed.clear()
+        if self._versions is None or self._state is None:
+            return
+        polled = len(self._polled)
+        objects, dicts = self._versions.changed(self._state)
+        for changed in map(id, (*objects, *dicts)):
+            times = self._times_changed[changed] = self._times_changed.get(changed, 0) + 1
+            if times >= _TIMES_TO_TOLERATE:
+                self._polled.add(changed)
+        if len(self._polled) > polled:
+            self._lay_out()
+
+    def take_state(self) -> Callable | None:
+        """Makes a function that returns the values of the fused statement if the state is what it is now, and else None.
+        Returns None itself if this plan does not fit the state."""
+        guards = []
+        if self._versions is not None:
+            self._state = self._versions.guard()
+            if self._state is None:
+                return None
+            guards.append(self._state)
+        try:
+            if self._polled_attributes:
+                guards.append(blocks.poll_attributes(self._polled_attributes))
+            if self._polled_items:
+                guards.append(blocks.poll_items(self._polled_items))
+            read_tensors = _reader(self._readers)
+            pool = read_tensors()
+        except (AttributeError, KeyError):
+            return None
+        tensor_guards = []
+        for indices, same_tensors in ((self._same, True), (self._others, False)):
+            if indices:
+                tensors = [pool[i] for i in indices]
+                if not blocks.are_guardable(tensors):
+                    return None
+                unchanged = blocks.tensor_guard(tensors, same_tensors=same_tensors)
+                tensor_guards.append((_select(indices, len(pool)), unchanged))
+        return _fast_path(
+            self._run_residual,
+            self._constants,
+            tuple(self._handles.values()),
+            read_tensors,
+            tuple(guards),
+            tuple(tensor_guards),
+            tuple(self._held[name] for name in self._held_targets),
+            _arrange(self._positions, len(pool) + len(self._results) + len(self._held_targets)),
+        )
+
+    def still_fits(self, read: tuple) -> bool:
+        """Whether what a full check has just read is the very structure that this plan was made for."""
+        present = [read[i] for i in self._held_positions]
+        if not all(map(operator.is_, present, self._held.values())):
+            for value, new in zip(self._held.values(), present):
+                # An equal value in place of another is taken for the next state; another object to look into is not.
+                if new is not value and not (type(value) in _IMMUTABLE and type(new) is type(value)):
+                    return False
+            self._held = dict(zip(self._held, present))
+            return False
+        return all(name in obj.__dict__ for obj, name in self._in_instance)
+
+
+def _belongs_to(thunder_module: Any, model: Any) -> bool:
+    """Whether this is the ThunderModule of ``model`` whose prologue is being run: one that lives as long as its guard."""
+    compile_data = get_compile_data()
+    return (
+        type(thunder_module) is ThunderModule
+        and compile_data is not None
+        and compile_data._thunder_module_map.get(id(model)) is thunder_module
+        and thunder_module._model is model
+        and all(
+            type(vars(thunder_module).get(name)) is dict
+            for name in ("_overrides_parameters", "_overrides_buffers", "_module_cache")
+        )
+    )
+
+
+def _reader(sources: Sequence[tuple[dict, list[str]]]) -> Callable[[], tuple]:
+    """Makes a function that reads keys of dicts, with a C call for each dict."""
+    reads = []
+    for source, keys in sources:
+        read = operator.itemgetter(*keys)
+        reads.append((read if len(keys) > 1 else lambda d, read=read: (read(d),), source))
+    if len(reads) == 1:
+        ((read, source),) = reads
+        return lambda: read(source)
+    if len(reads) == 2:
+        (read, source), (read_more, another) = reads
+        return lambda: read(source) + read_more(another)
+    return lambda: tuple(itertools.chain.from_iterable(read(source) for read, source in reads))
+
+
+def _select(indices: list[int], length: int) -> Callable[[tuple], tuple]:
+    if indices == list(range(length)):
+        return lambda values: values
+    if len(indices) == 1:
+        return lambda values, i=indices[0]: (values[i],)
+    return operator.itemgetter(*indices) if indices else lambda values: ()
+
+
+def _arrange(positions: Sequence[int | list[int]], length: int) -> Callable[[tuple], tuple]:
+    """Makes a function that arranges values as the fused statement returns them."""
+    if len(positions) == 1 and isinstance(positions[0], list):
+        return _select(positions[0], length)
+    selects = [
+        operator.itemgetter(position) if isinstance(position, int) else _select(position, length)
+        for position in positions
+    ]
+    return lambda values: tuple([select(values) for select in selects])
+
+
+def _fast_path(run_residual, constants, handles, read_tensors, guards, tensor_guards, held, arrange) -> Callable:
+    def values_if_unchanged(*roots):
+        try:
+            results = run_residual(*roots, *constants)
+            tensors = read_tensors()
+        except Exception:
+            return None  # the full check, which comes next, says what is wrong
+        for thunder_module, handle in zip(results, handles):
+            own = thunder_module.__dict__
+            if (
+                own["_overrides_parameters"] is not handle.parameters
+                or own["_overrides_buffers"] is not handle.buffers
+                or own["_module_cache"] is not handle.submodules
+                or type(thunder_module) is not ThunderModule
+                or not handle.absent.isdisjoint(own)
+            ):
+                return None
+        # The tensors were read first, so that they are alive; the versions tell that they are the same as before.
+        for unchanged in guards:
+            if not unchanged():
+                return None
+        for select, unchanged in tensor_guards:
+            if not unchanged(select(tensors)):
+                return None
+        return arrange(tensors + results + held)
+
+    return values_if_unchanged
