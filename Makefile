@@ -3,10 +3,18 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: demo test lint clean
+BENCHMARK := $(BIN)/python -m thunder.benchmarks.prologue
 
+.PHONY: demo bench test lint clean
+
+# Four layers, in under three minutes; leaves prologue.png.
 demo: $(INSTALLED)
-	$(BIN)/python demo.py
+	$(BENCHMARK) --layers 4 --variants none,extraction-only,fused,extraction-only+fused,floor \
+		--min-run-time 0.5 --explain --plot prologue.png
+
+# All variants at 32 layers, some twelve minutes; leaves prologue.json and prologue.png.
+bench: $(INSTALLED)
+	$(BENCHMARK) --layers 32 --json prologue.json --plot prologue.png
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2

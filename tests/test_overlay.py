@@ -251,7 +251,7 @@ def test_status(environment, wheels):
     for distribution in ("torch", "lightning-thunder", "thunder-prologue"):
         assert re.search(rf"^{distribution} +{re.escape(metadata.version(distribution))}$", status, re.MULTILINE)
     assert re.search(r"^Python +3\.", status, re.MULTILINE)
-    assert "active             yes" in status
+    assert "active               yes" in status
     overlay = environment.site_packages / "thunder_overlay" / "thunder"
     for file in overlay.rglob("*.py"):
         name = ".".join(file.relative_to(overlay.parent).with_suffix("").parts)
@@ -280,7 +280,7 @@ def test_status_names_a_torch_that_is_too_new(bare_environment, wheels, torch_ve
     stub(bare_environment, "lightning-thunder", "thunder", "0.2.6", "raise AttributeError('no named tensors')")
     bare_environment.install(wheels[1])
     status = bare_environment.run("-m", "thunder_overlay", check=False)
-    assert status.returncode == 1 and f"active             no: {cause}" in status.stdout
+    assert status.returncode == 1 and f"active               no: {cause}" in status.stdout
     assert ("pip install 'torch>=2.7.1,<2.13'" in status.stdout) == ("2.12" not in torch_version)
 
 

@@ -29,8 +29,33 @@ def _find_root() -> str:
 #: The overlay's ``thunder`` folder.
 ROOT: str = _find_root()
 
+#: What a package of Thunder also gets, as if its ``__init__.py`` imported it from a module of the overlay.
+REGISTERED: dict[str, tuple[tuple[str, str], ...]] = {
+    "thunder.transforms": (("fused_prologue_transform", "FusedPrologueTransform"),),
+}
+
 #: Set by :func:`install` when it came too late to lay anything over Thunder.
 thunder_was_imported_before: bool = False
+
+
+class _RegisteringLoader:
+    """Runs a package's own loader, and then adds what is registered for the package."""
+
+    def __init__(self, loader, registered):
+        self._loader = loader
+        self._registered = registered
+
+    def __getattr__(self, name):
+        return getattr(self._loader, name)
+
+    def exec_module(self, module):
+        self._loader.exec_module(module)
+        for submodule, name in self._registered:
+            qualified = module.__name__ + "." + submodule
+            __import__(qualified)
+            setattr(module, name, getattr(sys.modules[qualified], name))
+            if hasattr(module, "__all__"):
+                module.__all__.append(name)
 
 
 class _OverlayFinder:
@@ -47,6 +72,8 @@ class _OverlayFinder:
         # not Thunder, and the overlay without Thunder is nothing.
         if spec is not None and spec.loader is not None and spec.submodule_search_locations is not None:
             spec.submodule_search_locations = [folder, *spec.submodule_search_locations]
+            if fullname in REGISTERED:
+                spec.loader = _RegisteringLoader(spec.loader, REGISTERED[fullname])
         return spec
 
     def _find_beneath(self, fullname, path, target):

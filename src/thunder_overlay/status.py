@@ -108,6 +108,10 @@ def _origin(name: str) -> str | None:
     return spec.origin if spec is not None else None
 
 
+def _guard_blocks() -> dict[str, str]:
+    return importlib.import_module("thunder.core.guard_blocks").describe_blocks()
+
+
 def _version(distribution: str) -> str | None:
     try:
         return metadata.version(distribution)
@@ -118,17 +122,19 @@ def _version(distribution: str) -> str | None:
 def report() -> tuple[str, bool]:
     """Returns the status as text to be pasted into a bug report, and whether the overlay is active."""
     reason = inactive_reason()
-    lines = [f"Python             {platform.python_version()} ({platform.platform()})"]
+    lines = [f"Python               {platform.python_version()} ({platform.platform()})"]
     for distribution in ("torch", "lightning-thunder", "thunder-prologue"):
-        lines.append(f"{distribution:<18} {_version(distribution) or 'not installed'}")
+        lines.append(f"{distribution:<20} {_version(distribution) or 'not installed'}")
     thunder = sys.modules.get("thunder")
     if thunder is not None and getattr(thunder, "__file__", None):
-        lines.append(f"thunder            {thunder.__file__}")
-    lines.append(f"overlay            {thunder_overlay.ROOT}")
+        lines.append(f"thunder              {thunder.__file__}")
+    lines.append(f"overlay              {thunder_overlay.ROOT}")
     if reason is not None:
-        lines.append(f"active             no: {reason}")
+        lines.append(f"active               no: {reason}")
     else:
-        lines.append("active             yes, it provides")
+        for what, blocks in _guard_blocks().items():
+            lines.append(f"{'guards of ' + what:<20} {blocks}")
+        lines.append("active               yes, it provides")
         width = max(map(len, overlay_modules()))
         lines.extend(f"  {name:<{width}}  {file}" for name, file in overlay_modules().items())
     return "\n".join(lines), reason is None

@@ -228,7 +228,7 @@ def are_guardable(tensors: Sequence[Any]) -> bool:
         and {torch.strided}.issuperset(map(operator.attrgetter("layout"), tensors))
         and not any(map(operator.attrgetter("is_nested"), tensors))
         and not any(map(operator.attrgetter("is_quantized"), tensors))
-        and all(tensor.dim() <= _INLINE_DIMS for tensor in tensors)
+        and max(map(torch.Tensor.dim, tensors), default=0) <= _INLINE_DIMS
     )
 
 
@@ -371,7 +371,7 @@ def _find_layout() -> Layout | None:
         autograd=autograd * _WORD,
         sizes=size * _WORD,
         kind=tuple(i * _WORD for i in sorted(kind)),
-        requires_grad=tuple(i * _WORD for i in sorted(flag | history)),
+        requires_grad=tuple(i * _WORD for i in sorted({*flag, min(history)})),
     )
 
 

@@ -9,6 +9,7 @@ import operator
 import re
 import reprlib
 import time
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -116,15 +117,16 @@ def _fuse(bsyms: Sequence[BoundSymbol]) -> list[BoundSymbol]:
     result, runs = _return_runs(result, from_modules)
 
     guard = _ModuleGuard(roots, region, [*runs.values(), *singles])
+    output = (*map(tuple, runs.values()), *singles)
     symbol = Symbol(
         _NAME,
         id=_NAME,
         is_prim=True,
         tags=(prims.OpTags.DONT_DCE,),
+        meta=lambda *roots: output,
         python_impl=guard,
         python_printer=functools.partial(_print_fused, [*runs, *_names(singles)]),
     )
-    output = (*map(tuple, runs.values()), *singles)
     fused = symbol.bind(*roots, output=output, _call_ctx={_NAME: guard})
     fused.header = _summary(region)
     after_roots = 1 + max(i for i, bsym in enumerate(rest) if bsym.sym.id is PrimIDs.UNPACK_FUNCTION_OBJ)
@@ -366,7 +368,7 @@ class _ModuleGuard:
             explanation = self._explain(e)
             if explanation is None:
                 raise
-            raise type(e)(explanation) from e
+            raise type(e)(f"{explanation} ({e})") from e
 
     def _explain(self, error: Exception) -> str | None:
         """Says what of the modules differs from what was compiled; None where the error speaks for itself."""
@@ -384,7 +386,7 @@ class _ModuleGuard:
             return None
         kind, path = paths[name]
         if name not in frames.tb_frame.f_locals:
-            return f"{kind} {path!r} cannot be read: {error}"
+            return f"{kind} {path!r} cannot be read"
         present = frames.tb_frame.f_locals[name]
         for bsym in self.region:
             if not bsym.flat_proxy_outs and isinstance(bsym.args[0], Proxy) and bsym.args[0].name == name:
@@ -451,15 +453,32 @@ def _is_one_run(targets: Sequence[Sequence[Proxy] | Proxy]) -> bool:
 
 @dataclasses.dataclass
 class _Handle:
-    """The ThunderModule that a prologue belongs to, without a reference to it."""
+    """The ThunderModule that a prologue belongs to, without a reference that would make a cycle."""
 
-    name: str
+    reference: weakref.ref[ThunderModule]
+    root: Proxy
+    """The proxy of its model, which the prologue starts from."""
     model: torch.nn.Module
     parameters: dict[str, torch.Tensor]
     buffers: dict[str, torch.Tensor]
     submodules: dict[str, torch.nn.Module]
     absent: set[str] = dataclasses.field(default_factory=set)
     """Attributes that it passes on to its model, and so must not have itself."""
+
+    @classmethod
+    def make(cls, root: Proxy, model: Any, thunder_module: Any) -> _Handle | None:
+        """Returns None where this is not the ThunderModule that lives as long as the guard: the one whose prologue is
+        being run."""
+        compile_data = get_compile_data()
+        if type(thunder_module) is not ThunderModule or compile_data is None:
+            return None
+        if compile_data._thunder_module_map.get(id(model)) is not thunder_module or thunder_module._model is not model:
+            return None
+        own = vars(thunder_module)
+        dicts = [own.get(name) for name in ("_overrides_parameters", "_overrides_buffers", "_module_cache")]
+        if any(type(d) is not dict for d in dicts):
+            return None
+        return cls(weakref.ref(thunder_module), root, model, *dicts)
 
 
 class _Plan:
@@ -479,8 +498,7 @@ class _Plan:
         self._state = None
 
         values = dict(zip(guard.reads, read)) | {proxy.name: root for proxy, root in zip(guard.roots, roots)}
-        residual = [bsym for bsym in guard.region if not self._compares(bsym, values)]
-        self._make_residual(residual)
+        self._make_residual([bsym for bsym in guard.region if not self._compares(bsym, values)])
         self._lay_out()
 
     def _compares(self, bsym: BoundSymbol, values: dict[str, Any]) -> bool:
@@ -490,39 +508,34 @@ class _Plan:
             return False
         source = args[0].name
         value = values.get(bsym.output.name) if isinstance(bsym.output, Proxy) else None
+        handle = self._handles.get(source)
 
         if id_ is PrimIDs.UNPACK_THUNDER_MODULE:
-            if _belongs_to(value, values.get(source)):
-                own = vars(value)
-                self._handles[bsym.output.name] = _Handle(
-                    bsym.output.name,
-                    value._model,
-                    own["_overrides_parameters"],
-                    own["_overrides_buffers"],
-                    own["_module_cache"],
-                )
-            return False  # it is read each time
-
-        handle = self._handles.get(source)
+            is_of_root = source in _names(self._guard.roots)
+            made = _Handle.make(args[0], values[source], value) if is_of_root else None
+            if made is not None:
+                self._handles[bsym.output.name] = made
+            return made is not None
         if id_ in _TENSOR_READS and handle is not None:
             tensors = handle.parameters if id_ is PrimIDs.UNPACK_PARAMETER else handle.buffers
-            if tensors.get(args[1]) is not value or value is None:
+            if value is None or tensors.get(args[1]) is not value:
                 return False
             self._tensors[bsym.output.name] = (tensors, args[1])
             return True
         if id_ is PrimIDs.UNPACK_SUBMODULE and handle is not None:
-            if handle.submodules.get(args[1]) is not value or value is None:
+            if value is None or handle.submodules.get(args[1]) is not value:
                 return False
             self._items.append((handle.submodules, args[1]))
             self._held[bsym.output.name] = value
             return True
         if id_ is PrimIDs.UNPACK_ATTR and (handle is not None or source in self._held):
             owner = handle.model if handle is not None else self._held[source]
-            passed_on = handle is None or not any(args[1] in vars(base) for base in ThunderModule.__mro__)
-            if not passed_on or not blocks.is_plain_attribute(owner, args[1]) or getattr(owner, args[1]) is not value:
-                return False
             if handle is not None:
-                handle.absent.add(args[1])
+                if any(args[1] in vars(base) for base in ThunderModule.__mro__):
+                    return False
+                handle.absent.add(args[1])  # it passes the read on to its model
+            if not blocks.is_plain_attribute(owner, args[1]) or getattr(owner, args[1]) is not value:
+                return False
             self._attributes[id(owner), args[1]] = (owner, args[1])
             self._held[bsym.output.name] = value
             return True
@@ -543,59 +556,63 @@ class _Plan:
         needed = {name for bsym in residual for name in _names(bsym.flat_proxy_args)} & self._tensors.keys()
         chosen = {id(bsym) for bsym in residual}
         statements = [
-            bsym for bsym in guard.region if id(bsym) in chosen or not needed.isdisjoint(_names(bsym.flat_proxy_outs))
+            self._past_the_handle(_with_fast_path(bsym))
+            for bsym in guard.region
+            if id(bsym) in chosen or not needed.isdisjoint(_names(bsym.flat_proxy_outs))
         ]
         made = {proxy.name: proxy for bsym in statements for proxy in bsym.flat_proxy_outs}
-        used = {proxy.name: proxy for bsym in statements for proxy in bsym.flat_proxy_args}
-        constants = [proxy for name, proxy in used.items() if name in self._held and name not in made]
-        flat_targets = [t for target in guard.targets for t in ([target] if isinstance(target, Proxy) else target)]
-        results = [made[name] for name in self._handles]
-        results += [proxy for proxy in flat_targets if proxy.name in made and proxy.name not in self._tensors]
-        self._results = list({proxy.name: proxy for proxy in results}.values())
-        self._constants = tuple(self._held[proxy.name] for proxy in constants)
-        self._run_residual = _callable(
-            "read_and_check_the_rest",
-            [*guard.roots, *constants],
-            [_with_fast_path(bsym) for bsym in statements],
-            self._results,
-        )
+        used = {proxy.name: proxy for bsym in statements for proxy in bsym.flat_proxy_args if proxy.name not in made}
+        handles = [proxy for name, proxy in used.items() if name in self._handles]
+        constants = [proxy for name, proxy in used.items() if name in self._held]
+        self._handles_used = [self._handles[proxy.name] for proxy in handles]
+        self._constants = _names(constants)
+        targets = dict.fromkeys(_names(_flat(guard.targets)))
+        self._results = [name for name in targets if name in made and name not in self._tensors]
+        self._run_residual = _nothing
+        if statements:
+            inputs, outputs = [*guard.roots, *handles, *constants], [made[name] for name in self._results]
+            self._run_residual = _callable("read_and_check_the_rest", inputs, statements, outputs)
+
+    def _past_the_handle(self, bsym: BoundSymbol) -> BoundSymbol:
+        """Reads a property of the model from the model itself, as the ThunderModule would in more steps."""
+        if bsym.sym.id is PrimIDs.UNPACK_ATTR:
+            handle = self._handles.get(bsym.args[0].name)
+            if handle is not None and bsym.args[1] in handle.absent:
+                return bsym.from_bsym(args=(handle.root, *bsym.args[1:]))
+        return bsym
 
     def _lay_out(self) -> None:
         """Decides what is compared by version and what is polled, and where each value comes from."""
-        found = blocks.available_blocks()
+        dict_versions = blocks.available_blocks().dict_versions
         objects = {id(obj): obj for obj, _ in self._attributes.values()}
         versioned = {i: obj for i, obj in objects.items() if i not in self._polled and blocks.is_versioned(obj)}
         dicts = {id(d): d for d, _ in (*self._tensors.values(), *self._items)}
-        versioned_dicts = {i: d for i, d in dicts.items() if i not in self._polled and found.dict_versions}
+        versioned_dicts = {i: d for i, d in dicts.items() if i not in self._polled and dict_versions}
         self._versions = None
         if versioned or versioned_dicts:
             self._versions = blocks.Versions(versioned.values(), [ThunderModule], versioned_dicts.values())
         attributes = self._attributes.values()
         self._polled_attributes = [(obj, name) for obj, name in attributes if id(obj) not in versioned]
         self._polled_items = [(d, key) for d, key in self._items if id(d) not in versioned_dicts]
-        # Versions say that nothing has changed; that an attribute is still found in the instance is seen here.
+        # A version says that nothing has changed since; that an attribute is still the instance's is seen here.
         self._in_instance = [(obj, name) for obj, name in attributes if id(obj) in versioned and name in vars(obj)]
 
-        flat_targets = [
-            t for target in self._guard.targets for t in ([target] if isinstance(target, Proxy) else target)
+        targets = dict.fromkeys(_names(_flat(self._guard.targets)))
+        names = dict.fromkeys(name for name in (*targets, *self._checked) if name in self._tensors)
+        source_of = {name: id(self._tensors[name][0]) for name in names}
+        sources = dict.fromkeys(source_of.values())
+        tensors = [name for source in sources for name in names if source_of[name] == source]
+        self._sources = [
+            (dicts[source], [self._tensors[name][1] for name in tensors if source_of[name] == source])
+            for source in sources
         ]
-        names = dict.fromkeys(name for name in (*_names(flat_targets), *self._checked) if name in self._tensors)
-        sources = dict.fromkeys(id(self._tensors[name][0]) for name in names)
-        pool = [name for source in sources for name in names if id(self._tensors[name][0]) == source]
-        self._readers = []
-        for source in sources:
-            keys = [self._tensors[name][1] for name in pool if id(self._tensors[name][0]) == source]
-            self._readers.append((dicts[source], keys))
-        position = {name: i for i, name in enumerate(pool)}
+        position = {name: i for i, name in enumerate(tensors)}
         checked = sorted(position[name] for name in set(self._checked))
-        self._same = [i for i in checked if id(self._tensors[pool[i]][0]) in versioned_dicts]
-        self._others = [i for i in checked if id(self._tensors[pool[i]][0]) not in versioned_dicts]
-        for name in _names(self._results):
-            position.setdefault(name, len(position))
-        self._held_targets = [
-            name for name in dict.fromkeys(_names(flat_targets)) if name in self._held and name not in position
-        ]
-        for name in self._held_targets:
+        self._same = [i for i in checked if source_of[tensors[i]] in versioned_dicts]
+        self._others = [i for i in checked if source_of[tensors[i]] not in versioned_dicts]
+        # The fused statement's values: tensors, then what the other statements make, then what was held on to.
+        self._rest = [name for name in targets if name not in position and name not in self._results]
+        for name in (*self._results, *self._rest):
             position[name] = len(position)
         self._positions = [
             position[target.name] if isinstance(target, Proxy) else [position[proxy.name] for proxy in target]
@@ -628,60 +645,100 @@ class _Plan:
             if self._state is None:
                 return None
             guards.append(self._state)
+        read_tensors = _reader(self._sources)
         try:
             if self._polled_attributes:
                 guards.append(blocks.poll_attributes(self._polled_attributes))
             if self._polled_items:
                 guards.append(blocks.poll_items(self._polled_items))
-            read_tensors = _reader(self._readers)
-            pool = read_tensors()
+            tensors = read_tensors()
         except (AttributeError, KeyError):
             return None
         tensor_guards = []
         for indices, same_tensors in ((self._same, True), (self._others, False)):
             if indices:
-                tensors = [pool[i] for i in indices]
-                if not blocks.are_guardable(tensors):
+                select = _select(indices, len(tensors))
+                if not blocks.are_guardable(select(tensors)):
                     return None
-                unchanged = blocks.tensor_guard(tensors, same_tensors=same_tensors)
-                tensor_guards.append((_select(indices, len(pool)), unchanged))
+                tensor_guards.append((select, blocks.tensor_guard(select(tensors), same_tensors=same_tensors)))
         return _fast_path(
-            self._run_residual,
-            self._constants,
-            tuple(self._handles.values()),
-            read_tensors,
-            tuple(guards),
-            tuple(tensor_guards),
-            tuple(self._held[name] for name in self._held_targets),
-            _arrange(self._positions, len(pool) + len(self._results) + len(self._held_targets)),
+            handles=tuple(self._handles.values()),
+            run_residual=self._run_residual,
+            inputs=(*self._handles_used, *(self._held[name] for name in self._constants)),
+            read_tensors=read_tensors,
+            guards=tuple(guards),
+            tensor_guards=tuple(tensor_guards),
+            rest=tuple(self._handles.get(name) or self._held[name] for name in self._rest),
+            arrange=_arrange(self._positions, len(tensors)),
         )
 
     def still_fits(self, read: tuple) -> bool:
         """Whether what a full check has just read is the very structure that this plan was made for."""
         present = [read[i] for i in self._held_positions]
         if not all(map(operator.is_, present, self._held.values())):
+            # An equal value in place of another is one to hold on to; another object to look into needs another plan.
             for value, new in zip(self._held.values(), present):
-                # An equal value in place of another is taken for the next state; another object to look into is not.
                 if new is not value and not (type(value) in _IMMUTABLE and type(new) is type(value)):
                     return False
             self._held = dict(zip(self._held, present))
-            return False
         return all(name in obj.__dict__ for obj, name in self._in_instance)
 
 
-def _belongs_to(thunder_module: Any, model: Any) -> bool:
-    """Whether this is the ThunderModule of ``model`` whose prologue is being run: one that lives as long as its guard."""
-    compile_data = get_compile_data()
-    return (
-        type(thunder_module) is ThunderModule
-        and compile_data is not None
-        and compile_data._thunder_module_map.get(id(model)) is thunder_module
-        and thunder_module._model is model
-        and all(
-            type(vars(thunder_module).get(name)) is dict
-            for name in ("_overrides_parameters", "_overrides_buffers", "_module_cache")
-        )
-    )
+def _fast_path(
+    *,
+    handles: tuple[_Handle, ...],
+    run_residual: Callable[..., tuple],
+    inputs: tuple,
+    read_tensors: Callable[[], tuple],
+    guards: tuple[Callable[[], bool], ...],
+    tensor_guards: tuple[tuple[Callable, Callable], ...],
+    rest: tuple,
+    arrange: Callable[[tuple, tuple], Any],
+) -> Callable:
+    """Makes the function that a call whose state is unchanged runs."""
+    resolve_inputs, resolve_rest = _resolver(inputs), _resolver(rest)
+
+    def values_if_unchanged(*roots):
+        # Which ThunderModule a model has never changes while both are alive.
+        for handle in handles:
+            thunder_module = handle.reference()
+            if type(thunder_module) is not ThunderModule:
+                return None
+            own = thunder_module.__dict__
+            if (
+                own["_overrides_parameters"] is not handle.parameters
+                or own["_overrides_buffers"] is not handle.buffers
+                or own["_module_cache"] is not handle.submodules
+                or own["_modules"].get("_model") is not handle.model
+                or not handle.absent.isdisjoint(own)
+            ):
+                return None
+        try:
+            results = run_residual(*roots, *resolve_inputs())
+            tensors = read_tensors()
+        except Exception:
+            return None  # the full check, which comes next, says what is wrong
+        # The tensors were read first, so that they are alive; the versions say that they are the same as before.
+        for unchanged in guards:
+            if not unchanged():
+                return None
+        for select, unchanged in tensor_guards:
+            if not unchanged(select(tensors)):
+                return None
+        return arrange(tensors, results + resolve_rest())
+
+    return values_if_unchanged
+
+
+def _nothing(*args) -> tuple:
+    return ()
+
+
+def _resolver(values: tuple) -> Callable[[], tuple]:
+    """Makes a function that returns ``values`` with ThunderModules in place of their handles."""
+    if not any(isinstance(value, _Handle) for value in values):
+        return lambda: values
+    return lambda: tuple([value.reference() if isinstance(value, _Handle) else value for value in values])
 
 
 def _reader(sources: Sequence[tuple[dict, list[str]]]) -> Callable[[], tuple]:
@@ -700,48 +757,25 @@ def _reader(sources: Sequence[tuple[dict, list[str]]]) -> Callable[[], tuple]:
 
 
 def _select(indices: list[int], length: int) -> Callable[[tuple], tuple]:
+    """Makes a function that selects items of a tuple of ``length``."""
     if indices == list(range(length)):
         return lambda values: values
     if len(indices) == 1:
         return lambda values, i=indices[0]: (values[i],)
-    return operator.itemgetter(*indices) if indices else lambda values: ()
+    return operator.itemgetter(*indices)
 
 
-def _arrange(positions: Sequence[int | list[int]], length: int) -> Callable[[tuple], tuple]:
-    """Makes a function that arranges values as the fused statement returns them."""
+def _arrange(positions: Sequence[int | list[int]], tensors: int) -> Callable[[tuple, tuple], Any]:
+    """Makes a function that arranges tensors and other values as the fused statement returns them."""
+    if len(positions) == 1 and isinstance(positions[0], list) and max(positions[0]) < tensors:
+        select = _select(positions[0], tensors)
+        return lambda values, others: select(values)
+    selects = [operator.itemgetter(p) if isinstance(p, int) else _select(p, -1) for p in positions]
     if len(positions) == 1 and isinstance(positions[0], list):
-        return _select(positions[0], length)
-    selects = [
-        operator.itemgetter(position) if isinstance(position, int) else _select(position, length)
-        for position in positions
-    ]
-    return lambda values: tuple([select(values) for select in selects])
+        (select,) = selects
+        return lambda values, others: select(values + others)
+    return lambda values, others: tuple([select(values + others) for select in selects])
 
 
-def _fast_path(run_residual, constants, handles, read_tensors, guards, tensor_guards, held, arrange) -> Callable:
-    def values_if_unchanged(*roots):
-        try:
-            results = run_residual(*roots, *constants)
-            tensors = read_tensors()
-        except Exception:
-            return None  # the full check, which comes next, says what is wrong
-        for thunder_module, handle in zip(results, handles):
-            own = thunder_module.__dict__
-            if (
-                own["_overrides_parameters"] is not handle.parameters
-                or own["_overrides_buffers"] is not handle.buffers
-                or own["_module_cache"] is not handle.submodules
-                or type(thunder_module) is not ThunderModule
-                or not handle.absent.isdisjoint(own)
-            ):
-                return None
-        # The tensors were read first, so that they are alive; the versions tell that they are the same as before.
-        for unchanged in guards:
-            if not unchanged():
-                return None
-        for select, unchanged in tensor_guards:
-            if not unchanged(select(tensors)):
-                return None
-        return arrange(tensors + results + held)
-
-    return values_if_unchanged
+def _flat(targets: Sequence[Sequence[Proxy] | Proxy]) -> list[Proxy]:
+    return [proxy for target in targets for proxy in ([target] if isinstance(target, Proxy) else target)]
