@@ -182,9 +182,11 @@ class Versions:
         offsets = {cls: _dict_offset(cls) for cls in set(types)}
         self._slots = ids + np.asarray([offsets[type(obj)] for obj in self.objects], dtype=np.int64)
         self._classes = dict.fromkeys(base for cls in dict.fromkeys(types) for base in cls.__mro__)
-        class_dicts = [_class_dict(base) for base in self._classes if base.__flags__ & _HEAP_TYPE]
-        versions = [_each(id, some_dicts) + 3 * _WORD for some_dicts in (self.dicts, class_dicts)]
-        self._fixed = np.concatenate([*versions, self._slots, ids + _WORD])
+        heap_types = [base for base in self._classes if base.__flags__ & _HEAP_TYPE]
+        # Other bases give a class another tuple of them; the old one is kept, so that none comes in its place.
+        self._resolution_orders = [cls.__mro__ for cls in heap_types]
+        versions = [_each(id, some) + 3 * _WORD for some in (self.dicts, list(map(_class_dict, heap_types)))]
+        self._fixed = np.concatenate([*versions, _each(id, heap_types) + _mro_offset(), self._slots, ids + _WORD])
 
     def guard(self) -> _MemoryGuard | None:
         """Makes a guard that says whether, from now on, no attribute of any object was set, replaced or deleted, no
@@ -207,6 +209,17 @@ def _dict_offset(cls: type) -> int | None:
     if cls.__flags__ & _MANAGED_DICT:
         return -3 * _WORD
     return cls.__dictoffset__ if cls.__dictoffset__ > 0 else None
+
+
+@functools.cache
+def _mro_offset() -> int:
+    """Where a class has the pointer to its ``__mro__``."""
+
+    class Example:
+        pass
+
+    words = _read(np.arange(id(Example), id(Example) + 50 * _WORD, _WORD)).tolist()
+    return words.index(id(Example.__mro__)) * _WORD
 
 
 def _class_dict(cls: type) -> dict:
@@ -546,6 +559,7 @@ def _probe_instances() -> bool:
         lambda obj: setattr(obj, "__dict__", dict(vars(obj))),
         lambda obj: setattr(obj, "__class__", type(obj).__mro__[1] if isinstance(obj, torch.nn.Module) else new_classes()[0]),
         lambda obj: setattr(type(obj), "training", property(lambda self: False)),
+        lambda obj: setattr(type(obj), "__bases__", (new_classes()[i],) if (i := isinstance(obj, torch.nn.Module)) else (new_classes()[0].__mro__[1],)),
         lambda obj: setattr(type(obj).__mro__[0 if isinstance(obj, torch.nn.Module) else 1], "b", property(lambda self: 3.0)),
     )  # fmt: skip
 

@@ -108,8 +108,7 @@ class ExtractionOnlyPrologueTransform(Transform):
             return prologue_trace, computation_trace, epilogue_trace
 
         new_prologue_trace = from_trace(prologue_trace)
-        following, _ = transforms_that_follow(self)
-        if following:
+        if any(not isinstance(other, ExtractionOnlyPrologueTransform) for other in transforms_that_follow(self)):
             new_prologue_trace.bound_symbols = _mark_left_out(prologue_trace.bound_symbols, checks)
         else:
             new_prologue_trace.bound_symbols = _leave_out(prologue_trace.bound_symbols, checks)
@@ -169,18 +168,20 @@ _left_out_check: Symbol = dataclasses.replace(
 )
 
 
-def transforms_that_follow(transform: Transform) -> tuple[list[Transform], Sequence[Transform]]:
-    """Returns the transforms of other kinds that will be given the prologue after ``transform``, and all transforms of
-    the compilation that is going on."""
-    transforms = getattr(get_compile_data(), "transforms", None) or ()
+def transforms_that_follow(transform: Transform) -> list[Transform]:
+    """Returns the transforms that will be given the prologue after ``transform`` in the compilation that is going on.
+
+    Raises:
+        RuntimeError: ``transform`` is to be given it twice, so that nobody can tell which turn this is.
+    """
+    transforms = list(getattr(get_compile_data(), "transforms", None) or ())
     positions = [i for i, other in enumerate(transforms) if other is transform]
-    following = [
-        other
-        for other in transforms[positions[-1] + 1 if positions else len(transforms) :]
-        if type(other).transform_traces_pre_prologue is not Transform.transform_traces_pre_prologue
-        and not isinstance(other, type(transform))
+    if len(positions) > 1:
+        raise RuntimeError(f"{transform!r} stands {len(positions)} times in the transforms; give each place its own")
+    following = transforms[positions[0] + 1 :] if positions else []
+    return [
+        t for t in following if type(t).transform_traces_pre_prologue is not Transform.transform_traces_pre_prologue
     ]
-    return following, transforms
 
 
 def _mark_left_out(bsyms: Iterable[BoundSymbol], checks: Iterable[BoundSymbol]) -> list[BoundSymbol]:

@@ -48,8 +48,8 @@ class FusedPrologueTransform(Transform):
     and checked in full again. What cannot be compared (properties, lists, tensor subclasses) is read and checked as
     before on each call.
 
-    It works on the prologue that all other transforms leave. Where it is not the last in the list, it adds itself to the
-    end of the list once more.
+    It works on the prologue that all other transforms leave. Where it is not the last in the list of transforms, it adds
+    another FusedPrologueTransform to the end of the list and leaves the work to that.
 
     The fused prologue prints in a few lines; ``print(thunder.last_prologue_traces(cm)[-3])`` prints the one that it
     replaced, with every read and check.
@@ -76,14 +76,10 @@ class FusedPrologueTransform(Transform):
     ) -> tuple[TraceCtx, TraceCtx, TraceCtx | None]:
         start_time_ns = time.perf_counter_ns()
 
-        following, transforms = transforms_that_follow(self)
+        following = transforms_that_follow(self)
         if following:
-            if not isinstance(transforms, list):
-                raise RuntimeError(
-                    f"FusedPrologueTransform must be the last transform, {type(following[0]).__name__} comes after it; "
-                    "put it last, or give the transforms as a list"
-                )
-            transforms.append(self)
+            if not any(isinstance(other, FusedPrologueTransform) for other in following):
+                _append_to_transforms(type(self)(), following)
             return prologue_trace, computation_trace, epilogue_trace
 
         new_prologue_trace = from_trace(prologue_trace)
@@ -93,11 +89,21 @@ class FusedPrologueTransform(Transform):
         return new_prologue_trace, computation_trace, epilogue_trace
 
 
+def _append_to_transforms(transform: Transform, following: Sequence[Transform]) -> None:
+    """Gives ``transform`` the last turn in the compilation that is going on."""
+    transforms = get_compile_data().transforms
+    if not isinstance(transforms, list):
+        raise RuntimeError(
+            f"FusedPrologueTransform must be the last transform, {type(following[0]).__name__} comes after it; put it last, "
+            "or give the transforms as a list"
+        )
+    transforms.append(transform)
+
+
 #
 # The pass
 #
 
-_NAME = "read_and_check_modules"
 _TENSOR_READS = {PrimIDs.UNPACK_PARAMETER: "parameter", PrimIDs.UNPACK_BUFFER: "buffer"}
 
 
@@ -105,57 +111,106 @@ def _names(proxies: Iterable[Proxy]) -> list[str]:
     return [proxy.name for proxy in proxies]
 
 
+@dataclasses.dataclass(frozen=True)
+class _Region:
+    """The statements of a prologue that depend on modules alone."""
+
+    roots: list[Proxy]
+    """What they start from: the compiled module or function."""
+    bsyms: list[BoundSymbol]
+    targets: list[list[Proxy] | Proxy]
+    """What the fused statement assigns: runs of values that are returned next to each other, and single values."""
+    taken: frozenset[str]
+    """The names of all values of the prologue."""
+
+    @functools.cached_property
+    def reads(self) -> list[Proxy]:
+        return list({proxy.name: proxy for bsym in self.bsyms for proxy in bsym.flat_proxy_outs}.values())
+
+    @functools.cached_property
+    def flat_targets(self) -> list[str]:
+        targets = (target if isinstance(target, list) else [target] for target in self.targets)
+        return list(dict.fromkeys(_names(itertools.chain.from_iterable(targets))))
+
+    def pack(self, value: Callable[[str], Any]) -> Any:
+        """Returns the values of the targets as the fused statement returns them."""
+        packed = tuple(
+            tuple(map(value, _names(target))) if isinstance(target, list) else value(target.name)
+            for target in self.targets
+        )
+        return packed[0] if self.is_one_run else packed
+
+    @property
+    def is_one_run(self) -> bool:
+        return len(self.targets) == 1 and isinstance(self.targets[0], list)
+
+
 def _fuse(bsyms: Sequence[BoundSymbol]) -> list[BoundSymbol]:
-    roots, region, rest = _split(bsyms)
-    *rest, result = [_with_fast_path(bsym) for bsym in rest]
+    roots, region, rest, first_check = _split(bsyms)
+    taken = frozenset(name for bsym in bsyms for name in _names((*bsym.flat_proxy_outs, *bsym.flat_proxy_args)))
+    *rest, result = [_with_fast_path(bsym, taken) for bsym in rest]
     if not region:
         return [*rest, result]
 
     from_modules = {proxy.name: proxy for bsym in region for proxy in bsym.flat_proxy_outs}
-    needed = {name for bsym in rest for name in _names(bsym.flat_proxy_args)}
-    singles = [proxy for name, proxy in from_modules.items() if name in needed]
-    result, runs = _return_runs(result, from_modules)
+    users = [i for i, bsym in enumerate(rest) if not from_modules.keys().isdisjoint(_names(bsym.flat_proxy_args))]
+    used = {name for i in users for name in _names(rest[i].flat_proxy_args)}
+    singles = [proxy for name, proxy in from_modules.items() if name in used]
+    result, runs = _return_runs(result, from_modules, taken)
 
-    guard = _ModuleGuard(roots, region, [*runs.values(), *singles])
-    output = (*map(tuple, runs.values()), *singles)
+    guard = _ModuleGuard(_Region(roots, region, [*runs.values(), *singles], taken))
+    name = _unused("read_and_check_modules", taken)
+    # Thunder's dead code elimination drops a statement whose output is an empty collection, whatever its tags.
+    output = (*map(tuple, runs.values()), *singles) or None
     symbol = Symbol(
-        _NAME,
-        id=_NAME,
+        name,
+        id="read_and_check_modules",
         is_prim=True,
         tags=(prims.OpTags.DONT_DCE,),
         meta=lambda *roots: output,
         python_impl=guard,
-        python_printer=functools.partial(_print_fused, [*runs, *_names(singles)]),
+        python_printer=functools.partial(_print_fused, name, [*runs, *_names(singles)], bool(singles) or len(runs) > 1),
     )
-    fused = symbol.bind(*roots, output=output, _call_ctx={_NAME: guard})
+    fused = symbol.bind(*roots, output=output, _call_ctx={name: guard})
     fused.header = _summary(region)
-    after_roots = 1 + max(i for i, bsym in enumerate(rest) if bsym.sym.id is PrimIDs.UNPACK_FUNCTION_OBJ)
-    return [*rest[:after_roots], fused, *rest[after_roots:], result]
+    position = min([first_check, *users])
+    return [*rest[:position], fused, *rest[position:], result]
 
 
-def _split(bsyms: Sequence[BoundSymbol]) -> tuple[list[Proxy], list[BoundSymbol], list[BoundSymbol]]:
-    """Returns the function objects that modules are reached from, the statements that depend on nothing but those, and
-    the other statements."""
+def _unused(name: str, taken: Iterable[str]) -> str:
+    while name in taken:
+        name += "_"
+    return name
+
+
+def _split(bsyms: Sequence[BoundSymbol]) -> tuple[list[Proxy], list[BoundSymbol], list[BoundSymbol], int]:
+    """Returns the function objects that modules are reached from, the statements that depend on nothing but those, the
+    other statements, and where among these the first check of the former stood."""
     roots, region, rest = [], [], []
     reached: set[str] = set()
+    first_check = None
     for bsym in bsyms:
+        is_root = bsym.sym.id is PrimIDs.UNPACK_FUNCTION_OBJ
         arguments = _names(bsym.flat_proxy_args)
-        is_dead = not bsym.flat_proxy_outs and not has_tags(bsym, {prims.OpTags.DONT_DCE})
-        if bsym.sym.id is PrimIDs.UNPACK_FUNCTION_OBJ:
-            roots.append(bsym.output)
-        elif arguments and reached.issuperset(arguments) and bsym.sym.id is not PrimIDs.RETURN:
-            if not is_dead:
-                region.append(bsym)
-        else:
+        if not is_root and (not arguments or not reached.issuperset(arguments) or bsym.sym.id is PrimIDs.RETURN):
             rest.append(bsym)
             continue
         reached.update(_names(bsym.flat_proxy_outs))
-        if bsym.sym.id is PrimIDs.UNPACK_FUNCTION_OBJ:
+        if is_root:
+            roots.append(bsym.output)
             rest.append(bsym)
-    return roots, region, rest
+        elif bsym.flat_proxy_outs:
+            region.append(bsym)
+        elif has_tags(bsym, {prims.OpTags.DONT_DCE}):  # else it is dead: a check that was left out
+            region.append(bsym)
+            first_check = len(rest) if first_check is None else first_check
+    # The return is the last of the rest.
+    return roots, region, rest, len(rest) - 1 if first_check is None else first_check
 
 
-def _return_runs(result: BoundSymbol, from_modules: dict[str, Proxy]) -> tuple[BoundSymbol, dict[str, list[Proxy]]]:
+def _return_runs(
+    result: BoundSymbol, from_modules: dict[str, Proxy], taken: Iterable[str]
+) -> tuple[BoundSymbol, dict[str, list[Proxy]]]:
     """Returns ``result`` so that it prints values from modules that it returns next to each other under one name, and
     those values by that name."""
     runs: dict[str, list[Proxy]] = {}
@@ -164,7 +219,7 @@ def _return_runs(result: BoundSymbol, from_modules: dict[str, Proxy]) -> tuple[B
         items = []
         for is_run, group in itertools.groupby(values, lambda v: isinstance(v, Proxy) and v.name in from_modules):
             if is_run:
-                name = f"module_values{len(runs) or ''}"
+                name = _unused(f"module_values{len(runs) or ''}", taken)
                 runs[name] = list(group)
                 items.append(f"*{name}")
             else:
@@ -175,9 +230,13 @@ def _return_runs(result: BoundSymbol, from_modules: dict[str, Proxy]) -> tuple[B
     return result.from_bsym(sym=symbol), runs
 
 
-def _print_fused(targets: list[str], bsym: BoundSymbol, out_printables, arg_printables, kwarg_printables) -> str:
-    call = f"{_NAME}({', '.join(codeutils.prettyprint(root) for root in arg_printables)})"
-    return f"{', '.join(targets)} = {call}" if targets else call
+def _print_fused(
+    name: str, targets: list[str], is_tuple: bool, bsym: BoundSymbol, out_printables, arg_printables, kwarg_printables
+) -> str:
+    call = f"{name}({', '.join(codeutils.prettyprint(root) for root in arg_printables)})"
+    if not targets:
+        return call
+    return f"{', '.join(targets)}{',' if is_tuple and len(targets) == 1 else ''} = {call}"
 
 
 def _summary(region: Sequence[BoundSymbol]) -> str:
@@ -195,13 +254,15 @@ def _summary(region: Sequence[BoundSymbol]) -> str:
 #
 
 
-def _with_fast_path(bsym: BoundSymbol) -> BoundSymbol:
+def _with_fast_path(bsym: BoundSymbol, taken: frozenset[str]) -> BoundSymbol:
     """Returns ``bsym`` with an expression in front of it that is only true where the check passes."""
     write, context = _conditions.get(bsym.sym.id), {}
     if write is None or not isinstance(bsym.args[0], Proxy):
         return bsym
     condition = write(bsym.args[0].name, *bsym.args[1:], context)
-    if condition is None:
+    template = write("", *bsym.args[1:], context)
+    # A value of the prologue may have a name that the expression uses for something else: an argument called `type`.
+    if condition is None or not taken.isdisjoint(re.findall(r"(?<![\w.])[A-Za-z_]\w*", template)):
         return bsym
     check = pythonex.ex.implmap[bsym.sym.id].symbol
 
@@ -258,7 +319,7 @@ _conditions: dict[PrimIDs, Callable[..., str | None]] = {
 }
 
 
-def _callable(name: str, inputs: Sequence[Proxy], bsyms: Sequence[BoundSymbol], outputs: Sequence[Proxy]) -> Callable:
+def _callable(name: str, inputs: Sequence[Proxy], bsyms: Iterable[BoundSymbol], outputs: Sequence[Proxy]) -> Callable:
     """Makes a function of statements, with the implementations that the Python executor has for them."""
     trace = TraceCtx()
     trace.args = tuple(inputs)
@@ -303,17 +364,10 @@ class _ModuleGuard:
     """Reads and checks what a part of a prologue read and checked: in full, or by comparison with the state that the
     last full check has accepted."""
 
-    def __init__(
-        self, roots: Sequence[Proxy], region: Sequence[BoundSymbol], targets: Sequence[Sequence[Proxy] | Proxy]
-    ):
-        self.roots = tuple(roots)
-        self.region = tuple(region)
-        self.targets = tuple(targets)
-        reads = list({proxy.name: proxy for bsym in region for proxy in bsym.flat_proxy_outs}.values())
-        self.reads = _names(reads)
-        self._read_and_check_all = _callable(
-            "read_and_check_all", roots, [_with_fast_path(bsym) for bsym in region], reads
-        )
+    def __init__(self, region: _Region):
+        self._region = region
+        checks = [_with_fast_path(bsym, region.taken) for bsym in region.bsyms]
+        self._read_and_check_all = _callable("read_and_check_all", region.roots, checks, region.reads)
         self._plan: _Plan | None = None
         self._values_if_unchanged: Callable | None = None
         self._hits = 0
@@ -339,15 +393,14 @@ class _ModuleGuard:
         if self._calls_to_pause > 0:
             self._calls_to_pause -= 1
         else:
-            values = self._accept(_Plan(self, roots, read), roots)
+            values = self._accept(_Plan(self._region, roots, read), roots)
             if values is not None:
                 self._pauses = 0
                 return values
             # A state that is new on each call is not worth to be remembered; to try costs more than a full check.
             self._pauses += 1
             self._calls_to_pause = min(2**self._pauses, 1000)
-        by_name = dict(zip(self.reads, read))
-        return _pack(self.targets, by_name.__getitem__)
+        return self._region.pack(dict(zip(_names(self._region.reads), read)).__getitem__)
 
     def _accept(self, plan: _Plan, roots: tuple):
         """Checks everything, and remembers the state if it was the same before and after that (another thread may have
@@ -381,14 +434,14 @@ class _ModuleGuard:
             return None
         line = linecache.getline(frames.tb_frame.f_code.co_filename, frames.tb_lineno)
         found = re.search(r"\bcheck_\w+\((\w+)", line) or re.match(r"\s*(\w+)", line)
-        name, paths = found[1], _paths(self.region)
+        name, paths = found[1] if found else "", _paths(self._region.bsyms)
         if name not in paths:
             return None
         kind, path = paths[name]
         if name not in frames.tb_frame.f_locals:
             return f"{kind} {path!r} cannot be read"
         present = frames.tb_frame.f_locals[name]
-        for bsym in self.region:
+        for bsym in self._region.bsyms:
             if not bsym.flat_proxy_outs and isinstance(bsym.args[0], Proxy) and bsym.args[0].name == name:
                 return f"{kind} {path!r}: {_difference(bsym, present)}"
         return None
@@ -438,17 +491,11 @@ def _paths(region: Sequence[BoundSymbol]) -> dict[str, tuple[str, str]]:
     return paths
 
 
-def _pack(targets: Sequence[Sequence[Proxy] | Proxy], value: Callable[[str], Any]):
-    """Returns the values of the targets of the fused statement as it assigns them."""
-    packed = tuple(
-        value(target.name) if isinstance(target, Proxy) else tuple(value(proxy.name) for proxy in target)
-        for target in targets
-    )
-    return packed[0] if _is_one_run(targets) else packed
+_HANDLE_METHODS = {name: vars(ThunderModule)[name] for name in ("get_parameter", "get_buffer", "get_submodule")}
 
 
-def _is_one_run(targets: Sequence[Sequence[Proxy] | Proxy]) -> bool:
-    return len(targets) == 1 and not isinstance(targets[0], Proxy)
+def _reads_as_usual() -> bool:
+    return all(vars(ThunderModule).get(name) is method for name, method in _HANDLE_METHODS.items())
 
 
 @dataclasses.dataclass
@@ -462,15 +509,15 @@ class _Handle:
     parameters: dict[str, torch.Tensor]
     buffers: dict[str, torch.Tensor]
     submodules: dict[str, torch.nn.Module]
-    absent: set[str] = dataclasses.field(default_factory=set)
-    """Attributes that it passes on to its model, and so must not have itself."""
+    absent: set[str] = dataclasses.field(default_factory=lambda: set(_HANDLE_METHODS))
+    """What it must not have itself: attributes that it passes on to its model, and other ways to read than its class's."""
 
     @classmethod
     def make(cls, root: Proxy, model: Any, thunder_module: Any) -> _Handle | None:
         """Returns None where this is not the ThunderModule that lives as long as the guard: the one whose prologue is
         being run."""
         compile_data = get_compile_data()
-        if type(thunder_module) is not ThunderModule or compile_data is None:
+        if type(thunder_module) is not ThunderModule or compile_data is None or not _reads_as_usual():
             return None
         if compile_data._thunder_module_map.get(id(model)) is not thunder_module or thunder_module._model is not model:
             return None
@@ -485,8 +532,8 @@ class _Plan:
     """How to compare a state with the one that a full check has accepted: what can be compared in bulk, and what must be
     read and checked each time."""
 
-    def __init__(self, guard: _ModuleGuard, roots: tuple, read: tuple):
-        self._guard = guard
+    def __init__(self, region: _Region, roots: tuple, read: tuple):
+        self._region = region
         self._handles: dict[str, _Handle] = {}
         self._tensors: dict[str, tuple[dict, str]] = {}  # proxy: the dict that it is read from, its key
         self._held: dict[str, Any] = {}  # proxy: an object whose identity is compared
@@ -497,8 +544,8 @@ class _Plan:
         self._times_changed: dict[int, int] = {}
         self._state = None
 
-        values = dict(zip(guard.reads, read)) | {proxy.name: root for proxy, root in zip(guard.roots, roots)}
-        self._make_residual([bsym for bsym in guard.region if not self._compares(bsym, values)])
+        values = dict(zip(_names((*region.reads, *region.roots)), (*read, *roots)))
+        self._make_residual([bsym for bsym in region.bsyms if not self._compares(bsym, values)])
         self._lay_out()
 
     def _compares(self, bsym: BoundSymbol, values: dict[str, Any]) -> bool:
@@ -511,7 +558,7 @@ class _Plan:
         handle = self._handles.get(source)
 
         if id_ is PrimIDs.UNPACK_THUNDER_MODULE:
-            is_of_root = source in _names(self._guard.roots)
+            is_of_root = source in _names(self._region.roots)
             made = _Handle.make(args[0], values[source], value) if is_of_root else None
             if made is not None:
                 self._handles[bsym.output.name] = made
@@ -551,13 +598,13 @@ class _Plan:
 
     def _make_residual(self, residual: Sequence[BoundSymbol]) -> None:
         """Makes the function of the statements that are run each time."""
-        guard = self._guard
+        region = self._region
         # A tensor that such a statement needs is read once more by it.
         needed = {name for bsym in residual for name in _names(bsym.flat_proxy_args)} & self._tensors.keys()
         chosen = {id(bsym) for bsym in residual}
         statements = [
-            self._past_the_handle(_with_fast_path(bsym))
-            for bsym in guard.region
+            self._past_the_handle(_with_fast_path(bsym, region.taken))
+            for bsym in region.bsyms
             if id(bsym) in chosen or not needed.isdisjoint(_names(bsym.flat_proxy_outs))
         ]
         made = {proxy.name: proxy for bsym in statements for proxy in bsym.flat_proxy_outs}
@@ -566,11 +613,10 @@ class _Plan:
         constants = [proxy for name, proxy in used.items() if name in self._held]
         self._handles_used = [self._handles[proxy.name] for proxy in handles]
         self._constants = _names(constants)
-        targets = dict.fromkeys(_names(_flat(guard.targets)))
-        self._results = [name for name in targets if name in made and name not in self._tensors]
+        self._results = [name for name in region.flat_targets if name in made and name not in self._tensors]
         self._run_residual = _nothing
         if statements:
-            inputs, outputs = [*guard.roots, *handles, *constants], [made[name] for name in self._results]
+            inputs, outputs = [*region.roots, *handles, *constants], [made[name] for name in self._results]
             self._run_residual = _callable("read_and_check_the_rest", inputs, statements, outputs)
 
     def _past_the_handle(self, bsym: BoundSymbol) -> BoundSymbol:
@@ -597,7 +643,7 @@ class _Plan:
         # A version says that nothing has changed since; that an attribute is still the instance's is seen here.
         self._in_instance = [(obj, name) for obj, name in attributes if id(obj) in versioned and name in vars(obj)]
 
-        targets = dict.fromkeys(_names(_flat(self._guard.targets)))
+        targets = self._region.flat_targets
         names = dict.fromkeys(name for name in (*targets, *self._checked) if name in self._tensors)
         source_of = {name: id(self._tensors[name][0]) for name in names}
         sources = dict.fromkeys(source_of.values())
@@ -616,9 +662,9 @@ class _Plan:
             position[name] = len(position)
         self._positions = [
             position[target.name] if isinstance(target, Proxy) else [position[proxy.name] for proxy in target]
-            for target in self._guard.targets
+            for target in self._region.targets
         ]
-        index = {name: i for i, name in enumerate(self._guard.reads)}
+        index = {name: i for i, name in enumerate(_names(self._region.reads))}
         self._held_positions = [index[name] for name in self._held]
 
     def note_changes(self, *, is_often: bool) -> None:
@@ -645,6 +691,10 @@ class _Plan:
             if self._state is None:
                 return None
             guards.append(self._state)
+        elif self._handles:
+            guards.append(self._class_is_as_usual)
+        if self._handles and not self._class_is_as_usual():
+            return None
         read_tensors = _reader(self._sources)
         try:
             if self._polled_attributes:
@@ -671,6 +721,11 @@ class _Plan:
             rest=tuple(self._handles.get(name) or self._held[name] for name in self._rest),
             arrange=_arrange(self._positions, len(tensors)),
         )
+
+    def _class_is_as_usual(self) -> bool:
+        """Whether a ThunderModule reads parameters as it does, and passes on the attributes that it passed on."""
+        passed_on = {name for handle in self._handles.values() for name in handle.absent} - _HANDLE_METHODS.keys()
+        return _reads_as_usual() and not any(name in vars(base) for base in ThunderModule.__mro__ for name in passed_on)
 
     def still_fits(self, read: tuple) -> bool:
         """Whether what a full check has just read is the very structure that this plan was made for."""
@@ -706,11 +761,11 @@ def _fast_path(
                 return None
             own = thunder_module.__dict__
             if (
-                own["_overrides_parameters"] is not handle.parameters
-                or own["_overrides_buffers"] is not handle.buffers
-                or own["_module_cache"] is not handle.submodules
-                or own["_modules"].get("_model") is not handle.model
-                or not handle.absent.isdisjoint(own)
+                own.get("_overrides_parameters") is not handle.parameters
+                or own.get("_overrides_buffers") is not handle.buffers
+                or own.get("_module_cache") is not handle.submodules
+                or thunder_module._modules.get("_model") is not handle.model
+                or not own.keys().isdisjoint(handle.absent)
             ):
                 return None
         try:
@@ -775,7 +830,3 @@ def _arrange(positions: Sequence[int | list[int]], tensors: int) -> Callable[[tu
         (select,) = selects
         return lambda values, others: select(values + others)
     return lambda values, others: tuple([select(values + others) for select in selects])
-
-
-def _flat(targets: Sequence[Sequence[Proxy] | Proxy]) -> list[Proxy]:
-    return [proxy for target in targets for proxy in ([target] if isinstance(target, Proxy) else target)]
