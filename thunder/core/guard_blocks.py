@@ -109,7 +109,7 @@ def is_plain_attribute(obj: Any, name: str) -> bool:
 
     Example::
 
-        >>> is_plain_attribute(torch.nn.ReLU(), "training"), is_plain_attribute(torch.nn.ReLU(), "T_destination")
+        >>> is_plain_attribute(torch.nn.ReLU(), "training"), is_plain_attribute(torch.nn.ReLU(), "forward")
         (True, False)
     """
     cls = type(obj)
@@ -160,7 +160,10 @@ def is_versioned(obj: Any) -> bool:
     if not available_blocks().instance_versions:
         return False
     offset = _dict_offset(type(obj))
-    return offset is not None and int(_read(id(obj) + offset)) == id(obj.__dict__)
+    if offset is None:
+        return False
+    instance_dict = obj.__dict__  # until it is asked for, there may be none
+    return int(_read(id(obj) + offset)) == id(instance_dict)
 
 
 class Versions:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import itertools
@@ -277,6 +278,9 @@ def _with_fast_path(bsym: BoundSymbol, taken: frozenset[str]) -> BoundSymbol:
     return symbol.bind(*bsym.args, output=None)
 
 
+_DENSE_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})  # no subclass, whose Python code may give any answer
+
+
 def _tensor_condition(name, shape, device, dtype, requires_grad, context) -> str | None:
     kind, _, index = device.partition(":")
     is_there = {"cpu": f"{name}.is_cpu", "meta": f"{name}.is_meta"}.get(device)
@@ -284,9 +288,9 @@ def _tensor_condition(name, shape, device, dtype, requires_grad, context) -> str
         is_there = f"{name}.is_cuda and {name}.get_device() == {index}"
     if is_there is None or not all(type(size) is int for size in shape):
         return None
-    context["Tensor"] = torch.Tensor
+    context["dense_tensors"] = _DENSE_TENSORS
     return (
-        f"type({name}) is Tensor and {name}.shape == {tuple(shape)!r} and {name}.dtype is {dtype} "
+        f"type({name}) in dense_tensors and {name}.shape == {tuple(shape)!r} and {name}.dtype is {dtype} "
         f"and {name}.requires_grad is {requires_grad} and {is_there}"
     )
 
@@ -385,8 +389,7 @@ class _ModuleGuard:
     def _check_in_full(self, roots: tuple):
         plan = self._plan
         if plan is not None:
-            plan.note_changes(is_often=self._hits <= _HITS_TO_FORGET)
-            values = self._accept(plan, roots)
+            values = self._accept(plan.after_changes(is_often=self._hits <= _HITS_TO_FORGET), roots)
             if values is not None:
                 return values
         read = self._run(roots)
@@ -540,7 +543,9 @@ class _Plan:
         self._attributes: dict[tuple[int, str], tuple[Any, str]] = {}
         self._items: list[tuple[dict, str]] = []
         self._checked: list[str] = []
-        self._polled: set[int] = set()  # ids of objects and dicts that change so often that versions are of no use
+        self._polled: frozenset[int] = (
+            frozenset()
+        )  # ids of objects and dicts that change so often that versions are of no use
         self._times_changed: dict[int, int] = {}
         self._state = None
 
@@ -664,23 +669,29 @@ class _Plan:
             position[target.name] if isinstance(target, Proxy) else [position[proxy.name] for proxy in target]
             for target in self._region.targets
         ]
+        self._given = {*self._rest, *self._constants}
         index = {name: i for i, name in enumerate(_names(self._region.reads))}
         self._held_positions = [index[name] for name in self._held]
 
-    def note_changes(self, *, is_often: bool) -> None:
-        """Polls what changes often from now on."""
+    def after_changes(self, *, is_often: bool) -> _Plan:
+        """Returns the plan to go on with: this one, or one that polls what has changed often."""
         if not is_often:
             self._times_changed.clear()
         if self._versions is None or self._state is None:
-            return
-        polled = len(self._polled)
+            return self
+        polled = set(self._polled)
         objects, dicts = self._versions.changed(self._state)
         for changed in map(id, (*objects, *dicts)):
             times = self._times_changed[changed] = self._times_changed.get(changed, 0) + 1
             if times >= _TIMES_TO_TOLERATE:
-                self._polled.add(changed)
-        if len(self._polled) > polled:
-            self._lay_out()
+                polled.add(changed)
+        if polled == self._polled:
+            return self
+        # Another thread may be using this one.
+        plan = copy.copy(self)
+        plan._polled = frozenset(polled)
+        plan._lay_out()
+        return plan
 
     def take_state(self) -> Callable | None:
         """Makes a function that returns the values of the fused statement if the state is what it is now, and else None.
@@ -731,11 +742,12 @@ class _Plan:
         """Whether what a full check has just read is the very structure that this plan was made for."""
         present = [read[i] for i in self._held_positions]
         if not all(map(operator.is_, present, self._held.values())):
-            # An equal value in place of another is one to hold on to; another object to look into needs another plan.
-            for value, new in zip(self._held.values(), present):
-                if new is not value and not (type(value) in _IMMUTABLE and type(new) is type(value)):
+            # An equal value of the same type in place of another is as good where nobody is given it.
+            for (name, value), new in zip(self._held.items(), present):
+                if new is not value and (
+                    name in self._given or type(value) not in _IMMUTABLE or type(new) is not type(value)
+                ):
                     return False
-            self._held = dict(zip(self._held, present))
         return all(name in obj.__dict__ for obj, name in self._in_instance)
 
 
