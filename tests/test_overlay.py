@@ -142,6 +142,9 @@ def test_wheel_lies_over_thunder_and_leaves_it_as_it_was(environment, wheels):
     overlay = environment.site_packages / "thunder_overlay" / "thunder"
     assert environment.module_file() == overlay / "transforms" / upstream.name
     assert hashes_that_differ_from_record(environment) == []
+    registered = "thunder.transforms.FusedPrologueTransform.__module__"
+    assert environment.eval(registered) == "thunder.transforms.fused_prologue_transform"
+    assert "FusedPrologueTransform" in environment.eval("thunder.transforms.__all__")
 
     # Everything else is Thunder's own.
     provided = {str(file.relative_to(overlay)) for file in overlay.rglob("*.py")}
@@ -252,6 +255,8 @@ def test_status(environment, wheels):
         assert re.search(rf"^{distribution} +{re.escape(metadata.version(distribution))}$", status, re.MULTILINE)
     assert re.search(r"^Python +3\.", status, re.MULTILINE)
     assert "active               yes" in status
+    assert re.search(r"^guards of attributes \w+", status, re.MULTILINE)
+    assert re.search(r"^guards of tensors    \w+", status, re.MULTILINE)
     overlay = environment.site_packages / "thunder_overlay" / "thunder"
     for file in overlay.rglob("*.py"):
         name = ".".join(file.relative_to(overlay.parent).with_suffix("").parts)

@@ -133,6 +133,32 @@ class _Region:
         targets = (target if isinstance(target, list) else [target] for target in self.targets)
         return list(dict.fromkeys(_names(itertools.chain.from_iterable(targets))))
 
+    @functools.cached_property
+    def checks(self) -> dict[str, BoundSymbol]:
+        """The first check of each value, by the value's name."""
+        checks: dict[str, BoundSymbol] = {}
+        for bsym in self.bsyms:
+            if not bsym.flat_proxy_outs and isinstance(bsym.args[0], Proxy):
+                checks.setdefault(bsym.args[0].name, bsym)
+        return checks
+
+    @functools.cached_property
+    def paths(self) -> dict[str, tuple[str, str]]:
+        """What each value is and its qualified name, by its name in the trace."""
+        kinds = {PrimIDs.UNPACK_SUBMODULE: "module", **_TENSOR_READS}
+        paths: dict[str, tuple[str, str]] = {}
+        for bsym in self.bsyms:
+            if not isinstance(bsym.output, Proxy) or not isinstance(bsym.args[0], Proxy):
+                continue
+            parent, *key = bsym.args
+            kind, path = paths.get(parent.name, ("module", ""))
+            if bsym.sym.id is PrimIDs.UNPACK_GETITEM:
+                kind, path = "attribute", f"{path}[{key[0]!r}]"
+            elif bsym.sym.id is not PrimIDs.UNPACK_THUNDER_MODULE:
+                kind, path = kinds.get(bsym.sym.id, "attribute"), ".".join(filter(None, (path, *map(str, key))))
+            paths[bsym.output.name] = kind, path
+        return paths
+
     def pack(self, value: Callable[[str], Any]) -> Any:
         """Returns the values of the targets as the fused statement returns them."""
         packed = tuple(
@@ -217,15 +243,15 @@ def _return_runs(
     runs: dict[str, list[Proxy]] = {}
     texts = []
     for values in result.args[0]:
-        items = []
+        parts = []
         for is_run, group in itertools.groupby(values, lambda v: isinstance(v, Proxy) and v.name in from_modules):
             if is_run:
                 name = _unused(f"module_values{len(runs) or ''}", taken)
                 runs[name] = list(group)
-                items.append(f"*{name}")
+                parts.append(name)
             else:
-                items += [codeutils.prettyprint(value) for value in group]
-        texts.append(f"({', '.join(items)}{',' if len(items) == 1 else ''})")
+                parts.append(f"({', '.join(map(codeutils.prettyprint, group))},)")
+        texts.append(" + ".join(parts) or "()")
     text = f"return ({', '.join(texts)})"
     symbol = dataclasses.replace(result.sym, python_printer=lambda *_: text)
     return result.from_bsym(sym=symbol), runs
@@ -437,17 +463,14 @@ class _ModuleGuard:
             return None
         line = linecache.getline(frames.tb_frame.f_code.co_filename, frames.tb_lineno)
         found = re.search(r"\bcheck_\w+\((\w+)", line) or re.match(r"\s*(\w+)", line)
-        name, paths = found[1] if found else "", _paths(self._region.bsyms)
-        if name not in paths:
+        name = found[1] if found else ""
+        if name not in self._region.paths:
             return None
-        kind, path = paths[name]
+        kind, path = self._region.paths[name]
         if name not in frames.tb_frame.f_locals:
             return f"{kind} {path!r} cannot be read"
-        present = frames.tb_frame.f_locals[name]
-        for bsym in self._region.bsyms:
-            if not bsym.flat_proxy_outs and isinstance(bsym.args[0], Proxy) and bsym.args[0].name == name:
-                return f"{kind} {path!r}: {_difference(bsym, present)}"
-        return None
+        check = self._region.checks.get(name)
+        return check and f"{kind} {path!r}: {_difference(check, frames.tb_frame.f_locals[name])}"
 
 
 def _difference(check: BoundSymbol, present: Any) -> str:
@@ -474,24 +497,6 @@ def _difference(check: BoundSymbol, present: Any) -> str:
         if compiled != actual:
             return f"compiled for {word}{compiled}, is {word}{actual}"
     return "differs"
-
-
-def _paths(region: Sequence[BoundSymbol]) -> dict[str, tuple[str, str]]:
-    """Returns what each proxy stands for, and its qualified name."""
-    paths: dict[str, tuple[str, str]] = {}
-    for bsym in region:
-        if bsym.sym.id is PrimIDs.UNPACK_THUNDER_MODULE:
-            paths[bsym.output.name] = paths.get(bsym.args[0].name, ("module", ""))
-        elif bsym.flat_proxy_outs and bsym.args and isinstance(bsym.args[0], Proxy) and isinstance(bsym.output, Proxy):
-            _, path = paths.get(bsym.args[0].name, ("", ""))
-            key = bsym.args[1] if len(bsym.args) > 1 else ""
-            if bsym.sym.id is PrimIDs.UNPACK_GETITEM:
-                path = f"{path}[{key!r}]"
-            else:
-                path = f"{path}.{key}".strip(".")
-            kind = {PrimIDs.UNPACK_SUBMODULE: "module", **_TENSOR_READS}.get(bsym.sym.id, "attribute")
-            paths[bsym.output.name] = (kind, path)
-    return paths
 
 
 _HANDLE_METHODS = {name: vars(ThunderModule)[name] for name in ("get_parameter", "get_buffer", "get_submodule")}
@@ -543,9 +548,8 @@ class _Plan:
         self._attributes: dict[tuple[int, str], tuple[Any, str]] = {}
         self._items: list[tuple[dict, str]] = []
         self._checked: list[str] = []
-        self._polled: frozenset[int] = (
-            frozenset()
-        )  # ids of objects and dicts that change so often that versions are of no use
+        # The ids of objects and dicts that change so often that versions are of no use.
+        self._polled: frozenset[int] = frozenset()
         self._times_changed: dict[int, int] = {}
         self._state = None
 
@@ -619,7 +623,7 @@ class _Plan:
         self._handles_used = [self._handles[proxy.name] for proxy in handles]
         self._constants = _names(constants)
         self._results = [name for name in region.flat_targets if name in made and name not in self._tensors]
-        self._run_residual = _nothing
+        self._run_residual = None
         if statements:
             inputs, outputs = [*region.roots, *handles, *constants], [made[name] for name in self._results]
             self._run_residual = _callable("read_and_check_the_rest", inputs, statements, outputs)
@@ -754,7 +758,7 @@ class _Plan:
 def _fast_path(
     *,
     handles: tuple[_Handle, ...],
-    run_residual: Callable[..., tuple],
+    run_residual: Callable[..., tuple] | None,
     inputs: tuple,
     read_tensors: Callable[[], tuple],
     guards: tuple[Callable[[], bool], ...],
@@ -780,8 +784,10 @@ def _fast_path(
                 or not own.keys().isdisjoint(handle.absent)
             ):
                 return None
+        results = ()
         try:
-            results = run_residual(*roots, *resolve_inputs())
+            if run_residual is not None:
+                results = run_residual(*roots, *resolve_inputs())
             tensors = read_tensors()
         except Exception:
             return None  # the full check, which comes next, says what is wrong
@@ -792,13 +798,9 @@ def _fast_path(
         for select, unchanged in tensor_guards:
             if not unchanged(select(tensors)):
                 return None
-        return arrange(tensors, results + resolve_rest())
+        return arrange(tensors, results + resolve_rest() if rest else results)
 
     return values_if_unchanged
-
-
-def _nothing(*args) -> tuple:
-    return ()
 
 
 def _resolver(values: tuple) -> Callable[[], tuple]:
@@ -815,8 +817,7 @@ def _reader(sources: Sequence[tuple[dict, list[str]]]) -> Callable[[], tuple]:
         read = operator.itemgetter(*keys)
         reads.append((read if len(keys) > 1 else lambda d, read=read: (read(d),), source))
     if len(reads) == 1:
-        ((read, source),) = reads
-        return lambda: read(source)
+        return functools.partial(*reads[0])
     if len(reads) == 2:
         (read, source), (read_more, another) = reads
         return lambda: read(source) + read_more(another)
