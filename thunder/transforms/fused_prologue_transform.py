@@ -769,23 +769,24 @@ def _fast_path(
     """Makes the function that a call whose state is unchanged runs."""
     resolve_inputs, resolve_rest = _resolver(inputs), _resolver(rest)
 
+    expected = [(h.reference, h.parameters, h.buffers, h.submodules, h.model, h.absent) for h in handles]
+
     def values_if_unchanged(*roots):
-        # Which ThunderModule a model has never changes while both are alive.
-        for handle in handles:
-            thunder_module = handle.reference()
-            if type(thunder_module) is not ThunderModule:
-                return None
-            own = thunder_module.__dict__
-            if (
-                own.get("_overrides_parameters") is not handle.parameters
-                or own.get("_overrides_buffers") is not handle.buffers
-                or own.get("_module_cache") is not handle.submodules
-                or thunder_module._modules.get("_model") is not handle.model
-                or not own.keys().isdisjoint(handle.absent)
-            ):
-                return None
         results = ()
         try:
+            # Which ThunderModule a model has never changes while both are alive.
+            for reference, parameters, buffers, submodules, model, absent in expected:
+                thunder_module = reference()
+                own = thunder_module.__dict__
+                if (
+                    own["_overrides_parameters"] is not parameters
+                    or own["_overrides_buffers"] is not buffers
+                    or own["_module_cache"] is not submodules
+                    or own["_modules"]["_model"] is not model
+                    or not own.keys().isdisjoint(absent)
+                    or type(thunder_module) is not ThunderModule
+                ):
+                    return None
             if run_residual is not None:
                 results = run_residual(*roots, *resolve_inputs())
             tensors = read_tensors()
