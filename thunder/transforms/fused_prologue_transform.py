@@ -401,6 +401,7 @@ class _ModuleGuard:
         self._plan: _Plan | None = None
         self._values_if_unchanged: Callable | None = None
         self._hits = 0
+        self._was_refused = False
         self._pauses = self._calls_to_pause = 0
 
     def __call__(self, *roots):
@@ -413,6 +414,9 @@ class _ModuleGuard:
         return self._check_in_full(roots)
 
     def _check_in_full(self, roots: tuple):
+        if self._was_refused:
+            # It is likely to be again (`train()`, with the entry for `eval()` tried first), and then no state is needed.
+            self._run(roots)
         plan = self._plan
         if plan is not None:
             values = self._accept(plan.after_changes(is_often=self._hits <= _HITS_TO_FORGET), roots)
@@ -441,12 +445,14 @@ class _ModuleGuard:
         accepted = (plan, values_if_unchanged) if values is not None else (None, None)
         self._plan, self._values_if_unchanged = accepted
         self._hits = 0
+        self._was_refused = False
         return values
 
     def _run(self, roots: tuple) -> tuple:
         try:
             return self._read_and_check_all(*roots)
         except Exception as e:
+            self._was_refused, self._values_if_unchanged = True, None
             explanation = self._explain(e)
             if explanation is None:
                 raise
@@ -467,10 +473,11 @@ class _ModuleGuard:
         if name not in self._region.paths:
             return None
         kind, path = self._region.paths[name]
-        if name not in frames.tb_frame.f_locals:
+        read = frames.tb_frame.f_locals
+        if name not in read:
             return f"{kind} {path!r} cannot be read"
         check = self._region.checks.get(name)
-        return check and f"{kind} {path!r}: {_difference(check, frames.tb_frame.f_locals[name])}"
+        return check and f"{kind} {path!r}: {_difference(check, read[name])}"
 
 
 def _difference(check: BoundSymbol, present: Any) -> str:
