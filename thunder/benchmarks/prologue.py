@@ -119,7 +119,10 @@ def litgpt_configs(name: str, sizes: Sequence[int], full_width: bool) -> list[Co
     try:
         full = Config.from_name(name)
     except ValueError as e:
-        raise UsageError(f"--model: LitGPT has no configuration {name!r}; {_nearest(name, name_to_config)}") from e
+        near = _nearest(name, name_to_config)
+        raise UsageError(
+            f"--model: LitGPT has no configuration {name!r}; {near} A model of your own is given as MODULE:CALLABLE"
+        ) from e
     try:
         return [Config.from_name(name, n_layer=n, **({} if full_width else narrow_width(full))) for n in sizes]
     except Exception as e:
@@ -1000,7 +1003,10 @@ def run_benchmark(options: argparse.Namespace, runs: list[Run]) -> None:
     if options.sweep:
         print_sweep(runs)
     how = "; ".join(f"{kind}: {how}" for kind, how in KINDS.items())
-    console.print(f"{how}; ratio: to no transform; medians and interquartile ranges (IQR) of {ROUNDS} rounds in turn")
+    ratio = "" if any(variant.name == "none" for variant in variants) else ", which --variants leaves out"
+    console.print(
+        f"{how}; ratio: to no transform{ratio}; medians and interquartile ranges (IQR) of {ROUNDS} rounds in turn"
+    )
     if options.explain:
         print_explanation(runs[-1])
 

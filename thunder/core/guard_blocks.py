@@ -143,12 +143,16 @@ def poll_attributes(attributes: Sequence[tuple[Any, str]]) -> Callable[[], bool]
 
 def poll_items(items: Sequence[tuple[dict, Any]]) -> Callable[[], bool]:
     """Makes a guard that reads items of dicts and says whether each is the very object that it is now."""
-    dicts, keys = zip(*items) if items else ((), ())
-    values = tuple(map(dict.__getitem__, dicts, keys))
+    reads = []
+    for source in {id(d): d for d, _ in items}.values():
+        keys = [key for d, key in items if d is source]
+        # A C call reads them all; it returns a tuple only of several.
+        read = operator.itemgetter(*keys, keys[0])
+        reads.append((read, source, read(source)))
 
     def unchanged() -> bool:
         try:
-            return all(map(operator.is_, map(dict.__getitem__, dicts, keys), values))
+            return all(all(map(operator.is_, read(source), values)) for read, source, values in reads)
         except KeyError:
             return False
 
@@ -267,10 +271,13 @@ def tensor_guard(tensors: Sequence[torch.Tensor], *, same_tensors: bool) -> Call
 
 
 def _portable_tensor_guard(tensors: Sequence[torch.Tensor]) -> Callable[[Sequence[torch.Tensor]], bool]:
-    types, described = list(map(type, tensors)), list(map(_describe, tensors))
+    # There is one CPU, and to ask whether a tensor is there costs less than to ask where it is.
+    is_cpu = all(tensor.is_cpu for tensor in tensors)
+    describe = operator.attrgetter("shape", "dtype", "is_cpu" if is_cpu else "device", "requires_grad")
+    types, described = list(map(type, tensors)), list(map(describe, tensors))
 
     def unchanged(tensors) -> bool:
-        return list(map(type, tensors)) == types and list(map(_describe, tensors)) == described
+        return list(map(type, tensors)) == types and list(map(describe, tensors)) == described
 
     return unchanged
 

@@ -48,7 +48,8 @@ class ExtractionOnlyPrologueTransform(Transform):
             vouch for the inputs, as TorchDynamo's guards do for :class:`~thunder.dynamo.ThunderCompiler`, which sets
             this. Without such guards an input of a new shape silently runs the code compiled for the old one.
         keep (Sequence[str]): Shell-style patterns (``"*.lora_*"``) for names as ``named_parameters()`` and
-            ``named_buffers()`` of the compiled module give them. Parameters and buffers that match keep their check.
+            ``named_buffers()`` of the compiled module give them. Parameters and buffers that match keep their check, with
+            ``skip_check_on_input_tensors`` too.
             A tensor that has several names (tied weights) matches by any of them. In a jitted function the names are
             those within each module that it uses.
 
