@@ -301,7 +301,9 @@ def _with_fast_path(bsym: BoundSymbol, taken: frozenset[str]) -> BoundSymbol:
         new._call_ctx = new._call_ctx | context
 
     symbol = dataclasses.replace(check, python_printer=print_check, _bind_postprocess=add_context)
-    return symbol.bind(*bsym.args, output=None)
+    new = bsym.from_bsym(sym=symbol, subsymbols=())
+    add_context(new)
+    return new
 
 
 _DENSE_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})  # no subclass, whose Python code may give any answer
