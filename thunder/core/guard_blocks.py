@@ -4,8 +4,9 @@ A *guard* here is a callable that was made for some objects in a state that is f
 are still in that state. It may say no when they are, and costs a full check then; it must never say yes when they are
 not. There are two kinds, each with a portable form and with faster ones that know of private parts of CPython or torch:
 
-- :func:`attribute_guard`: plain attributes of objects. CPython (3.10 to 3.13) gives each dict a version that changes
-  with every change of the dict (PEP 509). :class:`_MemoryGuard` compares the versions of all ``__dict__`` at once.
+- :class:`Versions`: plain attributes of objects. CPython (3.10 to 3.13) gives each dict a version that changes with every
+  change of the dict (PEP 509). :class:`_MemoryGuard` compares the versions of all ``__dict__`` at once. The portable form
+  is :func:`poll_attributes`.
 - :func:`tensor_guard`: shape, dtype, device and ``requires_grad`` of tensors. The same class compares the words that
   torch keeps them in; where those are not found, torch's own ``TensorGuards`` does, as for ``torch.compile``.
 
@@ -31,6 +32,7 @@ import numpy as np
 import torch
 
 __all__ = [
+    "DENSE_TENSOR_TYPES",
     "Blocks",
     "Versions",
     "are_guardable",
@@ -44,6 +46,9 @@ __all__ = [
 ]
 
 PORTABLE_VARIABLE = "THUNDER_PROLOGUE_PORTABLE"
+
+#: torch's own tensors and parameters, and no subclass, whose Python code may give any answer.
+DENSE_TENSOR_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 
 _WORD = 8
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class that Python code can change
@@ -64,8 +69,16 @@ class _Memory:
 _memory = np.asarray(_Memory())
 
 
+def _indices(addresses) -> np.ndarray:
+    return np.asarray(addresses, dtype=np.int64) // _WORD - 1
+
+
 def _read(addresses) -> np.ndarray:
-    return _memory.take(np.asarray(addresses, dtype=np.int64) // _WORD - 1)
+    return _memory.take(_indices(addresses))
+
+
+def _read_words(address: int, count: int) -> list[int]:
+    return _read(np.arange(address, address + count * _WORD, _WORD)).tolist()
 
 
 def _each(function: Callable[[Any], int], objects: Sequence[Any]) -> np.ndarray:
@@ -82,7 +95,7 @@ class _MemoryGuard:
     __slots__ = ("_alive", "_expected", "_indices")
 
     def __init__(self, addresses: np.ndarray, *alive: Any):
-        self._indices = np.asarray(addresses, dtype=np.int64) // _WORD - 1
+        self._indices = _indices(addresses)
         self._expected = self._words()
         self._alive = alive
 
@@ -225,8 +238,7 @@ def _mro_offset() -> int:
     class Example:
         pass
 
-    words = _read(np.arange(id(Example), id(Example) + 50 * _WORD, _WORD)).tolist()
-    return words.index(id(Example.__mro__)) * _WORD
+    return _read_words(id(Example), 50).index(id(Example.__mro__)) * _WORD
 
 
 def _class_dict(cls: type) -> dict:
@@ -241,10 +253,10 @@ def _class_dict(cls: type) -> dict:
 
 
 def are_guardable(tensors: Sequence[Any]) -> bool:
-    """Whether :func:`tensor_guard` knows all that decides about the metadata of these: whether they are torch's own dense
-    tensors and parameters, and no subclass, whose Python code may give any answer."""
+    """Whether :func:`tensor_guard` knows all that decides about the metadata of these: whether they are of
+    ``DENSE_TENSOR_TYPES``, and dense."""
     return (
-        {torch.Tensor, torch.nn.Parameter}.issuperset(map(type, tensors))
+        DENSE_TENSOR_TYPES.issuperset(map(type, tensors))
         and {torch.strided}.issuperset(map(operator.attrgetter("layout"), tensors))
         and not any(map(operator.attrgetter("is_nested"), tensors))
         and not any(map(operator.attrgetter("is_quantized"), tensors))
@@ -353,11 +365,8 @@ _SAMPLES = 24
 def _find_layout() -> Layout | None:
     """Finds where torch keeps a tensor's metadata by looking at what changes with it; None if that is not clear."""
 
-    def words(address: int, count: int = _OBJECT_WORDS) -> list[int]:
-        return _read(np.arange(address, address + count * _WORD, _WORD)).tolist()
-
     def implementation(t: torch.Tensor) -> list[int]:
-        return words(t._cdata)
+        return _read_words(t._cdata, _OBJECT_WORDS)
 
     def what_changes(read: Callable, change: Callable, new: Callable = lambda: torch.ones(2)) -> set[int]:
         """The words that change in every one of several tensors, and so not only in what lies behind one in memory."""
@@ -369,7 +378,7 @@ def _find_layout() -> Layout | None:
         return changed
 
     tensor = torch.empty(2, 3, 5, 7, 11)
-    header, start = words(id(tensor), 6), implementation(tensor)
+    header, start = _read_words(id(tensor), 6), implementation(tensor)
     sizes = [i for i in range(1, _OBJECT_WORDS - 5) if start[i - 1 : i + 5] == [5, 2, 3, 5, 7, 11]]
     autograd = what_changes(implementation, lambda t: t.requires_grad_())
     if header.count(tensor._cdata) != 1 or len(sizes) != 1 or len(autograd) != 1:
@@ -378,7 +387,7 @@ def _find_layout() -> Layout | None:
     kind = _words_of_kind(implementation, range(size + 2 * _INLINE_DIMS, _OBJECT_WORDS))
 
     def meta(t: torch.Tensor) -> list[int]:
-        return words(implementation(t)[autograd])
+        return _read_words(implementation(t)[autograd], _OBJECT_WORDS)
 
     def leaf() -> torch.Tensor:
         return torch.ones(2, requires_grad=True)
@@ -439,6 +448,10 @@ class Blocks(NamedTuple):
     tensor_guards: bool = False
 
 
+def _is_portable() -> bool:
+    return os.environ.get(PORTABLE_VARIABLE, "0") != "0"
+
+
 @functools.cache
 def available_blocks() -> Blocks:
     """Returns the private building blocks that can be trusted in this process; it finds out once, in milliseconds.
@@ -449,7 +462,7 @@ def available_blocks() -> Blocks:
         >>> available_blocks() is available_blocks()
         True
     """
-    if os.environ.get(PORTABLE_VARIABLE, "0") != "0":
+    if _is_portable():
         return Blocks()
     found = [Blocks()]
 
@@ -486,7 +499,7 @@ def available_blocks() -> Blocks:
 def describe_blocks() -> dict[str, str]:
     """Returns what the guards of this process are made of, for a status report."""
     blocks = available_blocks()
-    if os.environ.get(PORTABLE_VARIABLE, "0") != "0":
+    if _is_portable():
         reason = f"portable ({PORTABLE_VARIABLE} is set)"
         return {"attributes": reason, "tensors": reason}
     attributes = "dict versions" if blocks.instance_versions else "portable (dict versions miss a change here)"
@@ -588,12 +601,9 @@ def _probe_tensors(make_guard: Callable) -> bool:
         with torch.enable_grad():
             t.requires_grad_(False).mul_(torch.ones((), requires_grad=True))
 
-    grad_changes = (
+    changes = [
         lambda t: t.requires_grad_(not t.requires_grad),
         lambda t: setattr(t, "requires_grad", not t.requires_grad),
-    )
-    changes = [
-        *grad_changes,
         *(data(size) for size in itertools.chain(*(_grown((3, 4, 5, 6, 7)[:dims]) for dims in range(1, 6)))),
         data(()),
         data((3, 4), dtype=torch.float64),
@@ -609,16 +619,15 @@ def _probe_tensors(make_guard: Callable) -> bool:
     ]
 
     def make(tensor, change):
-        guard = make_guard([torch.zeros(2), tensor])
         first = torch.zeros(2)
         guard = make_guard([first, tensor])
         return (lambda: guard([first, tensor])), lambda: change(tensor)
 
-    def tensors(size=(3, 4)):
+    def tensors():
         for requires_grad in (False, True):
-            yield torch.zeros(size).requires_grad_(requires_grad)
-            yield torch.nn.Parameter(torch.zeros(size), requires_grad=requires_grad)
-        yield torch.zeros(size)
+            yield torch.zeros(3, 4).requires_grad_(requires_grad)
+            yield torch.nn.Parameter(torch.zeros(3, 4), requires_grad=requires_grad)
+        yield torch.zeros(3, 4)
 
     def all_noticed() -> bool:
         for change in changes:

@@ -185,7 +185,8 @@ def _fuse(bsyms: Sequence[BoundSymbol]) -> list[BoundSymbol]:
     singles = [proxy for name, proxy in from_modules.items() if name in used]
     result, runs = _return_runs(result, from_modules, taken)
 
-    guard = _ModuleGuard(_Region(roots, region, [*runs.values(), *singles], taken))
+    fused_region = _Region(roots, region, [*runs.values(), *singles], taken)
+    guard = _ModuleGuard(fused_region)
     name = _unused("read_and_check_modules", taken)
     # Thunder's dead code elimination drops a statement whose output is an empty collection, whatever its tags.
     output = (*map(tuple, runs.values()), *singles) or None
@@ -196,7 +197,7 @@ def _fuse(bsyms: Sequence[BoundSymbol]) -> list[BoundSymbol]:
         tags=(prims.OpTags.DONT_DCE,),
         meta=lambda *roots: output,
         python_impl=guard,
-        python_printer=functools.partial(_print_fused, name, [*runs, *_names(singles)], bool(singles) or len(runs) > 1),
+        python_printer=functools.partial(_print_fused, name, [*runs, *_names(singles)], fused_region.is_one_run),
     )
     fused = symbol.bind(*roots, output=output, _call_ctx={name: guard})
     fused.header = _summary(region)
@@ -258,12 +259,12 @@ def _return_runs(
 
 
 def _print_fused(
-    name: str, targets: list[str], is_tuple: bool, bsym: BoundSymbol, out_printables, arg_printables, kwarg_printables
+    name: str, targets: list[str], is_one_run: bool, bsym: BoundSymbol, out_printables, arg_printables, kwarg_printables
 ) -> str:
     call = f"{name}({', '.join(codeutils.prettyprint(root) for root in arg_printables)})"
     if not targets:
         return call
-    return f"{', '.join(targets)}{',' if is_tuple and len(targets) == 1 else ''} = {call}"
+    return f"{', '.join(targets)}{',' if len(targets) == 1 and not is_one_run else ''} = {call}"
 
 
 def _summary(region: Sequence[BoundSymbol]) -> str:
@@ -306,9 +307,6 @@ def _with_fast_path(bsym: BoundSymbol, taken: frozenset[str]) -> BoundSymbol:
     return new
 
 
-_DENSE_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})  # no subclass, whose Python code may give any answer
-
-
 def _tensor_condition(name, shape, device, dtype, requires_grad, context) -> str | None:
     kind, _, index = device.partition(":")
     is_there = {"cpu": f"{name}.is_cpu", "meta": f"{name}.is_meta"}.get(device)
@@ -316,7 +314,7 @@ def _tensor_condition(name, shape, device, dtype, requires_grad, context) -> str
         is_there = f"{name}.is_cuda and {name}.get_device() == {index}"
     if is_there is None or not all(type(size) is int for size in shape):
         return None
-    context["dense_tensors"] = _DENSE_TENSORS
+    context["dense_tensors"] = blocks.DENSE_TENSOR_TYPES
     return (
         f"type({name}) in dense_tensors and {name}.shape == {tuple(shape)!r} and {name}.dtype is {dtype} "
         f"and {name}.requires_grad is {requires_grad} and {is_there}"
