@@ -12,6 +12,7 @@ from torch.fx._lazy_graph_module import _force_skip_lazy_graph_module
 import thunder
 from thunder.core import prims
 from thunder.core.proxies import ProxyTag
+from thunder.core.trace import tracectx
 from thunder.core.transform_common import Transform
 from thunder.executors import pythonex
 from thunder.transforms import ExtractionOnlyPrologueTransform, LORATransform, PrunePrologueChecks
@@ -301,6 +302,23 @@ def test_reads_that_only_fed_a_check_go_too():
     returned = {proxy.name for proxy in new.bound_symbols[-1].flat_proxy_args}
     assert fed and (fed - returned).isdisjoint(read)
     assert returned <= read
+
+
+def test_tensors_that_are_added_to_the_return_in_place_stay():
+    # as BitsAndBytesLinearQuant4bit adds them
+    cm = thunder.jit(Net())
+    cm(torch.randn(3, 8))
+    trace = thunder.last_prologue_traces(cm)[0]
+    assert trace.bound_symbols[-1].flat_proxy_args  # has been looked at, and so is cached
+    check, read = thunder.transforms.utils.get_checks(trace)["fc1.weight"]
+    with tracectx(trace):
+        added = read.output.replace(name="added")
+    new_read = read.from_bsym(args=(read.args[0], "added"), output=added)
+    new_check = check.from_bsym(args=(added, *check.args[1:]))
+    trace.bound_symbols[-1:-1] = [new_read, new_check]
+    thunder.transforms.utils.add_trace_output(trace, added, subindex=0)
+    new, _, _ = ExtractionOnlyPrologueTransform().transform_traces_pre_prologue(trace, None, None)
+    assert new_read in new.bound_symbols and new_check not in new.bound_symbols
 
 
 def test_unused_parameter_read_for_its_metadata_only_goes():

@@ -204,7 +204,8 @@ def _leave_out(bsyms: Sequence[BoundSymbol], checks: Iterable[BoundSymbol]) -> l
             and outputs.isdisjoint(needed)
             and not has_tags(bsym, {prims.OpTags.DONT_DCE})
         )
-        arguments = {proxy.name for proxy in bsym.flat_proxy_args}
+        # Of a copy: a bound symbol caches them, and transforms that add outputs change the return's in place.
+        arguments = {proxy.name for proxy in bsym.from_bsym().flat_proxy_args}
         if id(bsym) in left_out or is_unneeded_read:
             fed_left_out |= arguments
         else:
