@@ -64,14 +64,13 @@ def check(
     scenario: Callable,
     jit: Callable = jit,
     *,
-    eager: bool = True,
+    unfused_jit: Callable | None = None,
     **tolerances,
 ) -> Outcome:
     """Demands that a scenario gives what it gives eagerly, within tolerances, and to the bit and with the same cache hits
-    and misses what it gives with the unfused prologue."""
-    outcome, unfused = run(make, scenario, variant, jit), run_unfused(make, scenario, jit=jit)
-    if eager:
-        torch.testing.assert_close(outcome.values, run_eager(make, scenario), **tolerances)
+    and misses what it gives with the unfused prologue, compiled with ``unfused_jit`` if that is given."""
+    outcome, unfused = run(make, scenario, variant, jit), run_unfused(make, scenario, jit=unfused_jit or jit)
+    torch.testing.assert_close(outcome.values, run_eager(make, scenario), **tolerances)
     torch.testing.assert_close(outcome.values, unfused.values, rtol=0, atol=0, equal_nan=True)
     assert outcome[1:] == unfused[1:]
     return outcome
