@@ -5,17 +5,19 @@ import difflib
 import fnmatch
 import time
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from thunder.core import prims
 from thunder.core.compile_data import get_compile_data
 from thunder.core.module import get_thunder_module
-from thunder.core.proxies import ProxyTag
+from thunder.core.proxies import Proxy, ProxyTag
 from thunder.core.symbol import BoundSymbol, Symbol, has_tags
 from thunder.core.trace import TraceProvenance, from_trace
 from thunder.core.transform_common import Transform
+from thunder.torch.experimental.dtensor_proxy import is_dtensor_proxy
+from thunder.torch.experimental.dtensor_torch_and_prims import check_dtensor_spec_repr
 
 if TYPE_CHECKING:
     from thunder.core.trace import TraceCtx
@@ -29,14 +31,15 @@ class ExtractionOnlyPrologueTransform(Transform):
     Thunder's prologue runs before every call. Among much else it checks that each parameter and buffer still has the
     shape, device, dtype and ``requires_grad`` that the model was compiled for. This transform leaves those checks out:
     each :func:`~thunder.core.prims.check_tensor_shape_and_metadata` of a tensor proxy that is tagged
-    ``ProxyTag.STATIC_MEMORY_LOCATION``. Everything else stays, in its order: all reads, and the checks of inputs, of
-    module attributes (``model.train()`` still recompiles) and of global state. See lightning-thunder issue #1531.
+    ``ProxyTag.STATIC_MEMORY_LOCATION``, and of the spec and the local tensor of one that is a ``DTensor``. Everything
+    else stays, in its order: all reads, and the checks of inputs, of module attributes (``model.train()`` still
+    recompiles) and of global state. See lightning-thunder issue #1531.
 
-    **When it is safe.** You vouch that after compilation no parameter or buffer changes its shape, device, dtype or
-    ``requires_grad``. New values in place (an optimizer, ``load_state_dict``) are fine. If that does not hold, Thunder
-    silently runs what it has compiled: a parameter that was frozen at compilation and is unfrozen later
-    (``requires_grad_(True)``) silently trains nothing, a parameter whose ``.data`` became float64 goes into a
-    computation that was traced for float32. ``test_unfreezing_silently_trains_nothing`` and
+    **When it is safe.** You vouch that after compilation no parameter or buffer changes its shape, device, dtype,
+    ``requires_grad`` or, as a ``DTensor``, its placements. New values in place (an optimizer, ``load_state_dict``) are
+    fine. If that does not hold, Thunder silently runs what it has compiled: a parameter that was frozen at compilation
+    and is unfrozen later (``requires_grad_(True)``) silently trains nothing, a parameter whose ``.data`` became float64
+    goes into a computation that was traced for float32. ``test_unfreezing_silently_trains_nothing`` and
     ``test_changed_dtype_is_not_noticed`` in ``thunder/tests/test_extraction_only_prologue_transform.py`` show both.
 
     It may stand before or after other transforms. When a transform that edits the prologue comes after it
@@ -103,8 +106,8 @@ class ExtractionOnlyPrologueTransform(Transform):
     ) -> tuple[TraceCtx, TraceCtx, TraceCtx | None]:
         start_time_ns = time.perf_counter_ns()
 
-        kept = self._kept_proxies(prologue_trace)
-        checks = [bsym for bsym in prologue_trace.bound_symbols if self._leaves_out(bsym, kept)]
+        kept, owners = self._kept_proxies(prologue_trace), _owners_of_parts(prologue_trace)
+        checks = [bsym for bsym in prologue_trace.bound_symbols if self._leaves_out(bsym, kept, owners)]
         if not checks:
             return prologue_trace, computation_trace, epilogue_trace
 
@@ -122,10 +125,10 @@ class ExtractionOnlyPrologueTransform(Transform):
         )
         return new_prologue_trace, computation_trace, epilogue_trace
 
-    def _leaves_out(self, bsym: BoundSymbol, kept: set[str]) -> bool:
-        if bsym.sym.id is not prims.PrimIDs.CHECK_TENSOR_SHAPE_AND_METADATA or bsym.sym is _left_out_check:
+    def _leaves_out(self, bsym: BoundSymbol, kept: set[str], owners: dict[str, Proxy]) -> bool:
+        if bsym.sym.id not in _left_out_checks or bsym.sym is _left_out_checks[bsym.sym.id]:
             return False
-        tensor = bsym.args[0]
+        tensor = owners.get(bsym.args[0].name, bsym.args[0])
         if tensor.name in kept:
             return False
         return self.skip_check_on_input_tensors or ProxyTag.STATIC_MEMORY_LOCATION in tensor.tags
@@ -156,17 +159,28 @@ class ExtractionOnlyPrologueTransform(Transform):
 _tensor_reads = {prims.PrimIDs.UNPACK_PARAMETER, prims.PrimIDs.UNPACK_BUFFER}
 
 
+def _owners_of_parts(prologue_trace: TraceCtx) -> dict[str, Proxy]:
+    """Returns the DTensor that each spec and local tensor belongs to, by the name of their proxies."""
+    return {
+        bsym.output.name: bsym.args[0]
+        for bsym in prologue_trace.bound_symbols
+        if bsym.sym.id is prims.PrimIDs.UNPACK_ATTR and is_dtensor_proxy(bsym.args[0])
+    }
+
+
 def _print_left_out_check(bsym: BoundSymbol, out_printables, arg_printables, kwarg_printables) -> str:
-    tensor, shape, device, dtype, requires_grad = bsym.args
-    shape = tuple(getattr(size, "name", size) for size in shape)
-    return f"# left out: {bsym.sym.name}({tensor.name}, {shape}, {device!r}, {dtype}, {requires_grad})"
+    tensor, *expected = bsym.args
+    if bsym.sym.id is prims.PrimIDs.CHECK_TENSOR_SHAPE_AND_METADATA:
+        expected[0] = tuple(getattr(size, "name", size) for size in expected[0])
+    return f"# left out: {bsym.sym.name}({', '.join([tensor.name, *map(repr, expected)])})"
 
 
-# The check with nothing to keep it from dead code elimination, which Thunder runs before it makes a prologue
-# executable. Thunder holds symbols of the same id for equal, so transforms that look for the check find this one.
-_left_out_check: Symbol = dataclasses.replace(
-    prims.check_tensor_shape_and_metadata, tags=None, python_printer=_print_left_out_check
-)
+# The checks with nothing to keep them from dead code elimination, which Thunder runs before it makes a prologue
+# executable. Thunder holds symbols of the same id for equal, so transforms that look for the checks find these.
+_left_out_checks: dict[Any, Symbol] = {
+    check.id: dataclasses.replace(check, tags=None, python_printer=_print_left_out_check)
+    for check in (prims.check_tensor_shape_and_metadata, check_dtensor_spec_repr)
+}
 
 
 def transforms_that_follow(transform: Transform) -> list[Transform]:
@@ -187,7 +201,7 @@ def transforms_that_follow(transform: Transform) -> list[Transform]:
 
 def _mark_left_out(bsyms: Iterable[BoundSymbol], checks: Iterable[BoundSymbol]) -> list[BoundSymbol]:
     marked = {id(check) for check in checks}
-    return [bsym.from_bsym(sym=_left_out_check) if id(bsym) in marked else bsym for bsym in bsyms]
+    return [bsym.from_bsym(sym=_left_out_checks[bsym.sym.id]) if id(bsym) in marked else bsym for bsym in bsyms]
 
 
 def _leave_out(bsyms: Sequence[BoundSymbol], checks: Iterable[BoundSymbol]) -> list[BoundSymbol]:
