@@ -5,8 +5,9 @@ import torch
 
 import thunder
 from thunder.tests.prologue_variants import VARIANTS, check
-from thunder.transforms import ConstantFolding, LORATransform, MaterializationTransform
+from thunder.transforms import ConstantFolding, ExtractionOnlyPrologueTransform, LORATransform, MaterializationTransform
 from thunder.transforms.cudagraph import CUDAGraphTransform
+from thunder.transforms.fused_prologue_transform import FusedPrologueTransform
 from thunder.transforms.quantization import BitsAndBytesLinearQuant4bit, get_bitsandbytes_executor
 
 WIDTH = 64  # one block of the 4 bit quantization
@@ -200,3 +201,19 @@ def test_every_order(other, variant, place):
         variant, make, scenario, jit_with(make_others, place), unfused_jit=jit_with(make_others, "first"), **tolerances
     )
     assert outcome.misses == 1
+
+
+def scale(x, w):
+    return x * w
+
+
+@pytest.mark.parametrize("skip_inputs", (False, True))
+@pytest.mark.parametrize("order", ("extraction-only, fused", "fused, extraction-only"))
+def test_fused_brings_back_no_check_of_an_input(order, skip_inputs):
+    own = [ExtractionOnlyPrologueTransform(skip_check_on_input_tensors=skip_inputs), FusedPrologueTransform()]
+    cm = thunder.jit(scale, transforms=own if order.startswith("extraction") else own[::-1])
+    x, w = torch.randn(3, 4), torch.nn.Parameter(torch.randn(4))
+    torch.testing.assert_close(cm(x, w), scale(x, w))
+    prologue = str(thunder.last_prologue_traces(cm)[-1])
+    assert "check_tensor_metadata(w" not in prologue
+    assert ("check_tensor_metadata(x" in prologue) is not skip_inputs

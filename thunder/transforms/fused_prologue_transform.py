@@ -287,6 +287,8 @@ def _with_fast_path(bsym: BoundSymbol, taken: frozenset[str]) -> BoundSymbol:
     write, context = _conditions.get(bsym.sym.id), {}
     if write is None or not isinstance(bsym.args[0], Proxy):
         return bsym
+    if not has_tags(bsym, {prims.OpTags.DONT_DCE}):
+        return bsym  # it is dead: a check that was left out
     condition = write(bsym.args[0].name, *bsym.args[1:], context)
     template = write("", *bsym.args[1:], context)
     # A value of the prologue may have a name that the expression uses for something else: an argument called `type`.
