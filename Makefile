@@ -5,7 +5,7 @@ INSTALLED := .venv/.installed
 
 BENCHMARK := $(BIN)/python -m thunder.benchmarks.prologue
 
-.PHONY: demo bench test lint clean
+.PHONY: demo bench test thunder-tests lint clean
 
 # Four layers, in under three minutes; leaves prologue.png.
 demo: $(INSTALLED)
@@ -18,6 +18,11 @@ bench: $(INSTALLED)
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2
+
+# The tests that ship with lightning-thunder, as they are and with transforms added to every thunder.jit; about an hour.
+thunder-tests: $(INSTALLED)
+	$(BIN)/python -m pip install -q -e '.[thunder-tests]'
+	$(BIN)/python scripts/thunder_tests.py
 
 lint: $(INSTALLED)
 	$(BIN)/python -m pip install -q 'ruff>=0.12'
