@@ -7,8 +7,9 @@ not. There are two kinds, each with a portable form and with faster ones that kn
 - :class:`Versions`: plain attributes of objects. CPython (3.10 to 3.13) gives each dict a version that changes with every
   change of the dict (PEP 509). :class:`_MemoryGuard` compares the versions of all ``__dict__`` at once. The portable form
   is :func:`poll_attributes`.
-- :func:`tensor_guard`: shape, dtype, device and ``requires_grad`` of tensors. The same class compares the words that
-  torch keeps them in; where those are not found, torch's own ``TensorGuards`` does, as for ``torch.compile``.
+- :func:`words_guard` and :func:`tensor_guard`: shape, dtype, device and ``requires_grad`` of tensors. The same class
+  compares the words that torch keeps them in; where those are not found, or tensors are few, torch's own
+  ``TensorGuards`` does, as for ``torch.compile``.
 
 Nothing private is trusted by a version number. :func:`available_blocks` makes, once in a process, every change that a
 block must notice and takes only blocks that notice them all: on CPython 3.13.0, for one, ``obj.attr = value`` does not
@@ -21,6 +22,7 @@ from __future__ import annotations
 import functools
 import gc
 import itertools
+import keyword
 import operator
 import os
 import threading
@@ -43,6 +45,7 @@ __all__ = [
     "poll_attributes",
     "poll_items",
     "tensor_guard",
+    "words_guard",
 ]
 
 PORTABLE_VARIABLE = "THUNDER_PROLOGUE_PORTABLE"
@@ -53,6 +56,7 @@ DENSE_TENSOR_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 _WORD = 8
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class that Python code can change
 _MANAGED_DICT = 1 << 4  # Py_TPFLAGS_MANAGED_DICT (3.11 and newer): the dict's pointer comes before the object
+_WRITTEN_OUT = 32  # attributes in one function
 _INLINE_DIMS = 5  # c10::impl::SizesAndStrides keeps so many sizes within the tensor
 
 _dict_of = operator.attrgetter("__dict__")
@@ -142,16 +146,40 @@ def is_plain_attribute(obj: Any, name: str) -> bool:
 
 def poll_attributes(attributes: Sequence[tuple[Any, str]]) -> Callable[[], bool]:
     """Makes a guard that reads plain attributes and says whether each is the very object that it is now."""
-    objects, names = zip(*attributes) if attributes else ((), ())
-    values = tuple(map(getattr, objects, names))
+    polls = []
+    for start in range(0, len(attributes), _WRITTEN_OUT):
+        objects, names = zip(*attributes[start : start + _WRITTEN_OUT])
+        polls.append(functools.partial(_attribute_poll(names), objects, tuple(map(getattr, objects, names))))
+    return polls[0] if len(polls) == 1 else lambda: all([unchanged() for unchanged in polls])
 
-    def unchanged() -> bool:
-        try:
-            return all(map(operator.is_, map(getattr, objects, names), values))
-        except AttributeError:
-            return False
 
-    return unchanged
+@functools.lru_cache(maxsize=1024)
+def _attribute_poll(names: tuple[str, ...]) -> Callable[[tuple, tuple], bool]:
+    """Makes a function that compares attributes of objects with values. Written out, one costs less than in a loop."""
+    reads = [f"o{i}.{name}" if _is_plain_name(name) else f"getattr(o{i}, {name!r})" for i, name in enumerate(names)]
+    text = _ATTRIBUTE_POLL.format(
+        objects="".join(f"o{i}, " for i in range(len(names))),
+        values="".join(f"v{i}, " for i in range(len(names))),
+        condition=" and ".join(f"{read} is v{i}" for i, read in enumerate(reads)),
+    )
+    namespace: dict[str, Any] = {}
+    exec(text, namespace)
+    return namespace["are_unchanged"]
+
+
+def _is_plain_name(name: str) -> bool:
+    return name.isascii() and name.isidentifier() and not keyword.iskeyword(name)
+
+
+_ATTRIBUTE_POLL = """
+def are_unchanged(objects, values):
+    {objects}= objects
+    {values}= values
+    try:
+        return {condition}
+    except AttributeError:
+        return False
+"""
 
 
 def poll_items(items: Sequence[tuple[dict, Any]]) -> Callable[[], bool]:
@@ -264,22 +292,23 @@ def are_guardable(tensors: Sequence[Any]) -> bool:
     )
 
 
-def tensor_guard(tensors: Sequence[torch.Tensor], *, same_tensors: bool) -> Callable[[Sequence[torch.Tensor]], bool]:
+def tensor_guard(tensors: Sequence[torch.Tensor]) -> Callable[[Sequence[torch.Tensor]], bool]:
     """Makes a guard for the type, shape, dtype, device and ``requires_grad`` of tensors.
 
     Args:
         tensors (Sequence[torch.Tensor]): Tensors that :func:`are_guardable`. They are not kept alive.
-        same_tensors (bool): The caller vouches that the guard is only ever asked about these very tensor objects.
 
     Returns:
         A callable that takes tensors in the same order.
     """
-    blocks = available_blocks()
-    if blocks.layout is not None and blocks.tensor_words and same_tensors:
-        return _tensor_words_guard(tensors, blocks.layout)
-    if blocks.tensor_guards:
-        return _torch_tensor_guard(tensors)
-    return _portable_tensor_guard(tensors)
+    make_guard = _torch_tensor_guard if available_blocks().tensor_guards else _portable_tensor_guard
+    return make_guard(tensors)
+
+
+def words_guard(tensors: Sequence[torch.Tensor]) -> Callable[[], bool]:
+    """Makes a guard like :func:`tensor_guard` for these very tensor objects, which the caller vouches to be alive when it
+    is asked. It costs the same for one tensor as for a hundred. Needs ``available_blocks().tensor_words``."""
+    return _tensor_words_guard(tensors, available_blocks().layout)
 
 
 def _portable_tensor_guard(tensors: Sequence[torch.Tensor]) -> Callable[[Sequence[torch.Tensor]], bool]:
@@ -336,7 +365,7 @@ class Layout(NamedTuple):
     """In the AutogradMeta: ``requires_grad``, and what else makes a tensor require a gradient."""
 
 
-def _tensor_words_guard(tensors: Sequence[torch.Tensor], layout: Layout) -> Callable[[Sequence[torch.Tensor]], bool]:
+def _tensor_words_guard(tensors: Sequence[torch.Tensor], layout: Layout) -> Callable[..., bool]:
     ids, implementations = _each(id, tensors), _each(_implementation_of, tensors)
     dims = _each(torch.Tensor.dim, tensors)
     parts = []
@@ -352,7 +381,7 @@ def _tensor_words_guard(tensors: Sequence[torch.Tensor], layout: Layout) -> Call
         _MemoryGuard((metas[metas != 0][:, None] + np.asarray(layout.requires_grad)).ravel()),
     )
 
-    def unchanged(tensors, first=guards[0], second=guards[1], third=guards[2]) -> bool:
+    def unchanged(tensors=None, first=guards[0], second=guards[1], third=guards[2]) -> bool:
         return first() and second() and third()
 
     return unchanged

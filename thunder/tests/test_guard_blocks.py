@@ -423,7 +423,7 @@ def test_other_tensors(with_torch, monkeypatch):
     guards = with_torch and found.tensor_guards
     monkeypatch.setattr(blocks, "available_blocks", lambda: found._replace(tensor_guards=guards))
     tensors = [torch.zeros(2), torch.zeros(3, 4)]
-    unchanged = blocks.tensor_guard(tensors, same_tensors=False)
+    unchanged = blocks.tensor_guard(tensors)
     assert unchanged([torch.ones(2), torch.ones(3, 4)])
     for other in (torch.zeros(4, 3), torch.zeros(3, 4).double(), torch.zeros(3, 4, requires_grad=True), torch.zeros(3, 4, device="meta"), torch.nn.Parameter(torch.zeros(3, 4), requires_grad=False)):  # fmt: skip
         assert not unchanged([tensors[0], other])
@@ -535,7 +535,7 @@ def test_words_that_miss_a_change_are_refused(monkeypatch, field):
         def without(tensors, layout):
             checks = guard(tensors, layout)
             return lambda tensors, checks=checks: all(
-                g() for i, g in enumerate(checks.__defaults__) if i != (field == "autograd")
+                g() for i, g in enumerate(checks.__defaults__[1:]) if i != (field == "autograd")
             )
 
         monkeypatch.setattr(blocks, "_tensor_words_guard", without)

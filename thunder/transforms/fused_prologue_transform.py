@@ -105,6 +105,8 @@ def _append_to_transforms(transform: Transform, following: Sequence[Transform]) 
 # The pass
 #
 
+_MOST_RUNS = 6
+
 _TENSOR_READS = {PrimIDs.UNPACK_PARAMETER: "parameter", PrimIDs.UNPACK_BUFFER: "buffer"}
 
 
@@ -180,10 +182,12 @@ def _fuse(bsyms: Sequence[BoundSymbol]) -> list[BoundSymbol]:
         return [*rest, result]
 
     from_modules = {proxy.name: proxy for bsym in region for proxy in bsym.flat_proxy_outs}
+    kinds = {name: "module_values" for name in from_modules}
+    kinds |= {bsym.output.name: f"{_TENSOR_READS[id_]}s" for bsym in region if (id_ := bsym.sym.id) in _TENSOR_READS}
     users = [i for i, bsym in enumerate(rest) if not from_modules.keys().isdisjoint(_names(bsym.flat_proxy_args))]
     used = {name for i in users for name in _names(rest[i].flat_proxy_args)}
     singles = [proxy for name, proxy in from_modules.items() if name in used]
-    result, runs = _return_runs(result, from_modules, taken)
+    result, runs = _return_runs(result, kinds, taken)
 
     fused_region = _Region(roots, region, [*runs.values(), *singles], taken)
     guard = _ModuleGuard(fused_region)
@@ -237,22 +241,39 @@ def _split(bsyms: Sequence[BoundSymbol]) -> tuple[list[Proxy], list[BoundSymbol]
 
 
 def _return_runs(
-    result: BoundSymbol, from_modules: dict[str, Proxy], taken: Iterable[str]
+    result: BoundSymbol, kinds: dict[str, str], taken: Iterable[str]
 ) -> tuple[BoundSymbol, dict[str, list[Proxy]]]:
     """Returns ``result`` so that it prints values from modules that it returns next to each other under one name, and
-    those values by that name."""
+    those values by that name.
+
+    Values of one kind are read by one C call. So a run is of one kind, unless those would be too many to be joined.
+    """
+
+    def grouped(kind_of: Callable[[str], str]) -> list[list[tuple[str | None, list]]]:
+        def key(value: Any) -> str | None:
+            return kind_of(value.name) if isinstance(value, Proxy) and value.name in kinds else None
+
+        return [[(kind, list(group)) for kind, group in itertools.groupby(values, key)] for values in result.args[0]]
+
+    groups = grouped(kinds.__getitem__)
+    if sum(kind is not None for parts in groups for kind, _ in parts) > _MOST_RUNS:
+        groups = grouped(lambda _: "module_values")
     runs: dict[str, list[Proxy]] = {}
+
+    def name_run(kind: str, values: list[Proxy]) -> str:
+        name = next(n for i in itertools.count() if (n := _unused(f"{kind}{i or ''}", taken)) not in runs)
+        runs[name] = values
+        return name
+
     texts = []
-    for values in result.args[0]:
-        parts = []
-        for is_run, group in itertools.groupby(values, lambda v: isinstance(v, Proxy) and v.name in from_modules):
-            if is_run:
-                name = _unused(f"module_values{len(runs) or ''}", taken)
-                runs[name] = list(group)
-                parts.append(name)
-            else:
-                parts.append(f"({', '.join(map(codeutils.prettyprint, group))},)")
-        texts.append(" + ".join(parts) or "()")
+    for parts in groups:
+        texts.append(
+            " + ".join(
+                f"({', '.join(map(codeutils.prettyprint, values))},)" if kind is None else name_run(kind, values)
+                for kind, values in parts
+            )
+            or "()"
+        )
     text = f"return ({', '.join(texts)})"
     symbol = dataclasses.replace(result.sym, python_printer=lambda *_: text)
     return result.from_bsym(sym=symbol), runs
@@ -390,6 +411,8 @@ _VALUE_CHECKS = frozenset(
 # What changes between calls, harmlessly, so many times with no more hits than that in between, is looked at itself on
 # each call and no longer compared by version.
 _TIMES_TO_TOLERATE, _HITS_TO_FORGET = 3, 3
+# So few attributes, items and tensors are sooner looked at than their versions.
+_FEW = 12
 
 
 class _ModuleGuard:
@@ -508,11 +531,8 @@ def _difference(check: BoundSymbol, present: Any) -> str:
     return "differs"
 
 
-_HANDLE_METHODS = {name: vars(ThunderModule)[name] for name in ("get_parameter", "get_buffer", "get_submodule")}
-
-
-def _reads_as_usual() -> bool:
-    return all(vars(ThunderModule).get(name) is method for name, method in _HANDLE_METHODS.items())
+_HANDLE_METHODS = ("get_parameter", "get_buffer", "get_submodule")
+_reads_as_usual = blocks.poll_attributes([(ThunderModule, name) for name in _HANDLE_METHODS])
 
 
 @dataclasses.dataclass
@@ -596,7 +616,7 @@ class _Plan:
         if id_ is PrimIDs.UNPACK_ATTR and (handle is not None or source in self._held):
             owner = handle.model if handle is not None else self._held[source]
             if handle is not None:
-                if any(args[1] in vars(base) for base in ThunderModule.__mro__):
+                if hasattr(ThunderModule, args[1]):
                     return False
                 handle.absent.add(args[1])  # it passes the read on to its model
             if not blocks.is_plain_attribute(owner, args[1]) or getattr(owner, args[1]) is not value:
@@ -647,11 +667,14 @@ class _Plan:
 
     def _lay_out(self) -> None:
         """Decides what is compared by version and what is polled, and where each value comes from."""
-        dict_versions = blocks.available_blocks().dict_versions
         objects = {id(obj): obj for obj, _ in self._attributes.values()}
-        versioned = {i: obj for i, obj in objects.items() if i not in self._polled and blocks.is_versioned(obj)}
         dicts = {id(d): d for d, _ in (*self._tensors.values(), *self._items)}
-        versioned_dicts = {i: d for i, d in dicts.items() if i not in self._polled and dict_versions}
+        versioned: dict[int, Any] = {}
+        versioned_dicts: dict[int, dict] = {}
+        if len(self._attributes) + len(self._items) + len(self._checked) > _FEW:
+            versioned = {i: obj for i, obj in objects.items() if i not in self._polled and blocks.is_versioned(obj)}
+            if blocks.available_blocks().dict_versions:
+                versioned_dicts = {i: d for i, d in dicts.items() if i not in self._polled}
         self._versions = None
         if versioned or versioned_dicts:
             self._versions = blocks.Versions(versioned.values(), [ThunderModule], versioned_dicts.values())
@@ -664,24 +687,33 @@ class _Plan:
         targets = self._region.flat_targets
         names = dict.fromkeys(name for name in (*targets, *self._checked) if name in self._tensors)
         source_of = {name: id(self._tensors[name][0]) for name in names}
-        sources = dict.fromkeys(source_of.values())
-        tensors = [name for source in sources for name in names if source_of[name] == source]
-        self._sources = [
-            (dicts[source], [self._tensors[name][1] for name in tensors if source_of[name] == source])
-            for source in sources
-        ]
+        segments = [list(group) for _, group in itertools.groupby(names, source_of.__getitem__)]
+        if len(segments) > max(len(self._region.targets), 2):
+            segments = [[n for n in names if source_of[n] == source] for source in dict.fromkeys(source_of.values())]
+        tensors = [name for segment in segments for name in segment]
+        self._segments = [(dicts[source_of[s[0]]], [self._tensors[name][1] for name in s]) for s in segments]
+        # The segments are the very runs of values that are returned.
+        targets_are_segments = segments == [t if isinstance(t, Proxy) else _names(t) for t in self._region.targets]
         position = {name: i for i, name in enumerate(tensors)}
         checked = sorted(position[name] for name in set(self._checked))
-        self._same = [i for i in checked if source_of[tensors[i]] in versioned_dicts]
-        self._others = [i for i in checked if source_of[tensors[i]] not in versioned_dicts]
+        # Those of which the version of their dict says that they are the same tensors.
+        same = [i for i in checked if source_of[tensors[i]] in versioned_dicts]
+        self._compared_by_words = same if len(same) > _FEW and blocks.available_blocks().tensor_words else []
+        self._compared_alone = sorted({*checked}.difference(self._compared_by_words))
         # The fused statement's values: tensors, then what the other statements make, then what was held on to.
         self._rest = [name for name in targets if name not in position and name not in self._results]
         for name in (*self._results, *self._rest):
             position[name] = len(position)
-        self._positions = [
-            position[target.name] if isinstance(target, Proxy) else [position[proxy.name] for proxy in target]
-            for target in self._region.targets
-        ]
+        if targets_are_segments:
+            self._arrange = _first if self._region.is_one_run else _all
+        else:
+            self._arrange = _arrange(
+                [
+                    position[target.name] if isinstance(target, Proxy) else [position[proxy.name] for proxy in target]
+                    for target in self._region.targets
+                ],
+                self._region.is_one_run,
+            )
         self._given = {*self._rest, *self._constants}
         index = {name: i for i, name in enumerate(_names(self._region.reads))}
         self._held_positions = [index[name] for name in self._held]
@@ -716,40 +748,41 @@ class _Plan:
                 return None
             guards.append(self._state)
         elif self._handles:
-            guards.append(self._class_is_as_usual)
-        if self._handles and not self._class_is_as_usual():
+            guards.append(self._class_guard())
+        if self._handles and not self._class_guard()():
             return None
-        read_tensors = _reader(self._sources)
+        read_segments = _reader(self._segments)
         try:
             if self._polled_attributes:
                 guards.append(blocks.poll_attributes(self._polled_attributes))
             if self._polled_items:
                 guards.append(blocks.poll_items(self._polled_items))
-            tensors = read_tensors()
+            segments = read_segments()
         except (AttributeError, KeyError):
             return None
-        tensor_guards = []
-        for indices, same_tensors in ((self._same, True), (self._others, False)):
-            if indices:
-                select = _select(indices, len(tensors))
-                if not blocks.are_guardable(select(tensors)):
-                    return None
-                tensor_guards.append((select, blocks.tensor_guard(select(tensors), same_tensors=same_tensors)))
+        tensors = list(itertools.chain.from_iterable(segments))
+        if not blocks.are_guardable([tensors[i] for i in (*self._compared_by_words, *self._compared_alone)]):
+            return None
+        if self._compared_by_words:
+            guards.append(blocks.words_guard([tensors[i] for i in self._compared_by_words]))
+        select_tensors = _select(self._compared_alone, segments)
         return _fast_path(
             handles=tuple(self._handles.values()),
             run_residual=self._run_residual,
             inputs=(*self._handles_used, *(self._held[name] for name in self._constants)),
-            read_tensors=read_tensors,
+            read_segments=read_segments,
             guards=tuple(guards),
-            tensor_guards=tuple(tensor_guards),
+            select_tensors=select_tensors,
+            tensors_are_unchanged=select_tensors and blocks.tensor_guard(select_tensors(segments)),
             rest=tuple(self._handles.get(name) or self._held[name] for name in self._rest),
-            arrange=_arrange(self._positions, len(tensors)),
+            arrange=self._arrange,
         )
 
-    def _class_is_as_usual(self) -> bool:
-        """Whether a ThunderModule reads parameters as it does, and passes on the attributes that it passed on."""
-        passed_on = {name for handle in self._handles.values() for name in handle.absent} - _HANDLE_METHODS.keys()
-        return _reads_as_usual() and not any(name in vars(base) for base in ThunderModule.__mro__ for name in passed_on)
+    def _class_guard(self) -> Callable[[], bool]:
+        """Makes a guard that says whether a ThunderModule reads parameters as it does, and passes on the attributes that
+        it passed on."""
+        passed_on = {name for handle in self._handles.values() for name in handle.absent}.difference(_HANDLE_METHODS)
+        return lambda: _reads_as_usual() and not any([hasattr(ThunderModule, name) for name in passed_on])
 
     def still_fits(self, read: tuple) -> bool:
         """Whether what a full check has just read is the very structure that this plan was made for."""
@@ -769,11 +802,12 @@ def _fast_path(
     handles: tuple[_Handle, ...],
     run_residual: Callable[..., tuple] | None,
     inputs: tuple,
-    read_tensors: Callable[[], tuple],
+    read_segments: Callable[[], list[tuple]],
     guards: tuple[Callable[[], bool], ...],
-    tensor_guards: tuple[tuple[Callable, Callable], ...],
+    select_tensors: Callable[[list[tuple]], tuple] | None,
+    tensors_are_unchanged: Callable[[Sequence[torch.Tensor]], bool] | None,
     rest: tuple,
-    arrange: Callable[[tuple, tuple], Any],
+    arrange: Callable[[list[tuple], tuple], Any],
 ) -> Callable:
     """Makes the function that a call whose state is unchanged runs."""
     resolve_inputs, resolve_rest = _resolver(inputs), _resolver(rest)
@@ -798,17 +832,16 @@ def _fast_path(
                     return None
             if run_residual is not None:
                 results = run_residual(*roots, *resolve_inputs())
-            tensors = read_tensors()
+            segments = read_segments()
         except Exception:
             return None  # the full check, which comes next, says what is wrong
         # The tensors were read first, so that they are alive; the versions say that they are the same as before.
         for unchanged in guards:
             if not unchanged():
                 return None
-        for select, unchanged in tensor_guards:
-            if not unchanged(select(tensors)):
-                return None
-        return arrange(tensors, results + resolve_rest() if rest else results)
+        if select_tensors is not None and not tensors_are_unchanged(select_tensors(segments)):
+            return None
+        return arrange(segments, results + resolve_rest() if rest else results)
 
     return values_if_unchanged
 
@@ -820,36 +853,43 @@ def _resolver(values: tuple) -> Callable[[], tuple]:
     return lambda: tuple([value.reference() if isinstance(value, _Handle) else value for value in values])
 
 
-def _reader(sources: Sequence[tuple[dict, list[str]]]) -> Callable[[], tuple]:
-    """Makes a function that reads keys of dicts, with a C call for each dict."""
-    reads = []
-    for source, keys in sources:
-        read = operator.itemgetter(*keys)
-        reads.append((read if len(keys) > 1 else lambda d, read=read: (read(d),), source))
-    if len(reads) == 1:
-        return functools.partial(*reads[0])
-    if len(reads) == 2:
-        (read, source), (read_more, another) = reads
-        return lambda: read(source) + read_more(another)
-    return lambda: tuple(itertools.chain.from_iterable(read(source) for read, source in reads))
+def _reader(segments: Sequence[tuple[dict, list[str]]]) -> Callable[[], list[tuple]]:
+    """Makes a function that reads keys of dicts, with a C call for each segment."""
+    reads = [
+        (operator.itemgetter(*keys) if len(keys) > 1 else lambda d, key=keys[0]: (d[key],), source)
+        for source, keys in segments
+    ]
+    return lambda: [read(source) for read, source in reads]
 
 
-def _select(indices: list[int], length: int) -> Callable[[tuple], tuple]:
-    """Makes a function that selects items of a tuple of ``length``."""
-    if indices == list(range(length)):
-        return lambda values: values
-    if len(indices) == 1:
-        return lambda values, i=indices[0]: (values[i],)
-    return operator.itemgetter(*indices)
+def _select(indices: list[int], segments: Sequence[tuple]) -> Callable[[list[tuple]], tuple] | None:
+    """Makes a function that selects items, counted through all segments; None if they are none."""
+    if not indices:
+        return None
+    if len(segments) == 1 and len(indices) == len(segments[0]):
+        return _first
+    select = _getter(indices)
+    return lambda segments: select(tuple(itertools.chain.from_iterable(segments)))
 
 
-def _arrange(positions: Sequence[int | list[int]], tensors: int) -> Callable[[tuple, tuple], Any]:
+def _getter(indices: list[int]) -> Callable[[tuple], tuple]:
+    return operator.itemgetter(*indices) if len(indices) > 1 else lambda values, i=indices[0]: (values[i],)
+
+
+def _first(segments: list[tuple], others: tuple = ()) -> tuple:
+    return segments[0]
+
+
+def _all(segments: list[tuple], others: tuple = ()) -> list[tuple]:
+    return segments
+
+
+def _arrange(positions: Sequence[int | list[int]], is_one_run: bool) -> Callable[[list[tuple], tuple], Any]:
     """Makes a function that arranges tensors and other values as the fused statement returns them."""
-    if len(positions) == 1 and isinstance(positions[0], list) and max(positions[0]) < tensors:
-        select = _select(positions[0], tensors)
-        return lambda values, others: select(values)
-    selects = [operator.itemgetter(p) if isinstance(p, int) else _select(p, -1) for p in positions]
-    if len(positions) == 1 and isinstance(positions[0], list):
-        (select,) = selects
-        return lambda values, others: select(values + others)
-    return lambda values, others: tuple([select(values + others) for select in selects])
+    selects = [operator.itemgetter(p) if isinstance(p, int) else _getter(p) for p in positions]
+
+    def arrange(segments: list[tuple], others: tuple) -> Any:
+        values = (*itertools.chain.from_iterable(segments), *others)
+        return selects[0](values) if is_one_run else [select(values) for select in selects]
+
+    return arrange
