@@ -19,7 +19,7 @@ import torch
 from thunder.core import codeutils, prims
 from thunder.core import guard_blocks as blocks
 from thunder.core.codeutils import SigInfo
-from thunder.core.compile_data import get_compile_data
+from thunder.core.compile_data import _compile_data, compile_data_and_stats, get_compile_data
 from thunder.core.module import ThunderModule
 from thunder.core.prims import PrimIDs
 from thunder.core.proxies import Proxy
@@ -317,17 +317,19 @@ def _with_fast_path(bsym: BoundSymbol, taken: frozenset[str]) -> BoundSymbol:
         return bsym
     check = pythonex.ex.implmap[bsym.sym.id].symbol
 
-    def print_check(*args) -> str:
-        return f"{condition} or {default_python_printer(*args)}"
-
     def add_context(new: BoundSymbol) -> None:
         check._bind_postprocess(new)
         new._call_ctx = new._call_ctx | context
 
-    symbol = dataclasses.replace(check, python_printer=print_check, _bind_postprocess=add_context)
+    printer = functools.partial(_print_check, condition)
+    symbol = dataclasses.replace(check, python_printer=printer, _bind_postprocess=add_context)
     new = bsym.from_bsym(sym=symbol, subsymbols=())
     add_context(new)
     return new
+
+
+def _print_check(condition: str, *args) -> str:
+    return f"{condition} or {default_python_printer(*args)}"
 
 
 def _tensor_condition(name, shape, device, dtype, requires_grad, context) -> str | None:
@@ -372,19 +374,25 @@ _conditions: dict[PrimIDs, Callable[..., str | None]] = {
 }
 
 
-def _callable(name: str, inputs: Sequence[Proxy], bsyms: Iterable[BoundSymbol], outputs: Sequence[Proxy]) -> Callable:
-    """Makes a function of statements, with the implementations that the Python executor has for them."""
-    trace = TraceCtx()
+def _callable(
+    name: str, inputs: Sequence[Proxy], bsyms: Iterable[BoundSymbol], outputs: Sequence[Proxy] | BoundSymbol, fn=None
+) -> Callable:
+    """Makes a function of statements, with the implementations that the Python executor has for them.
+
+    ``outputs`` are the values that it returns, or its last statement; ``fn`` is what ``UNPACK_FUNCTION_OBJ`` gives.
+    """
+    trace = TraceCtx(fn)
     trace.args = tuple(inputs)
     trace._siginfo = SigInfo(name)
     trace._siginfo.args = [(proxy.name, None) for proxy in inputs]
-    with tracectx(trace):
-        result = prims.python_return.bind(tuple(outputs), output=None)
-    trace.bound_symbols = [*bsyms, result]
-    fn = transform_for_execution(trace, (pythonex.ex,)).python_callable(include_decorators=False)
+    if not isinstance(outputs, BoundSymbol):
+        with tracectx(trace):
+            outputs = prims.python_return.bind(tuple(outputs), output=None)
+    trace.bound_symbols = [*bsyms, outputs]
+    function = transform_for_execution(trace, (pythonex.ex,)).python_callable(include_decorators=False)
     # As Thunder does for a prologue: a function that is in its own globals is only freed by the garbage collector.
-    del fn.__globals__[name]
-    return fn
+    del function.__globals__[name]
+    return function
 
 
 #
@@ -430,13 +438,16 @@ class _ModuleGuard:
         self._pauses = self._calls_to_pause = 0
 
     def __call__(self, *roots):
+        values = self.values_if_unchanged(*roots)
+        return self._check_in_full(roots) if values is None else values
+
+    def values_if_unchanged(self, *roots):
+        """Returns what the fused statement returns if the state is the one that was accepted last, and else None."""
         values_if_unchanged = self._values_if_unchanged
-        if values_if_unchanged is not None:
-            values = values_if_unchanged(*roots)
-            if values is not None:
-                self._hits += 1
-                return values
-        return self._check_in_full(roots)
+        values = None if values_if_unchanged is None else values_if_unchanged(*roots)
+        if values is not None:
+            self._hits += 1
+        return values
 
     def _check_in_full(self, roots: tuple):
         if self._was_refused:
@@ -616,7 +627,7 @@ class _Plan:
         if id_ is PrimIDs.UNPACK_ATTR and (handle is not None or source in self._held):
             owner = handle.model if handle is not None else self._held[source]
             if handle is not None:
-                if hasattr(ThunderModule, args[1]):
+                if any(args[1] in vars(base) for base in ThunderModule.__mro__):
                     return False
                 handle.absent.add(args[1])  # it passes the read on to its model
             if not blocks.is_plain_attribute(owner, args[1]) or getattr(owner, args[1]) is not value:
@@ -768,7 +779,7 @@ class _Plan:
         select_tensors = _select(self._compared_alone, segments)
         return _fast_path(
             handles=tuple(self._handles.values()),
-            run_residual=self._run_residual,
+            run_residual=self._run_residual and _with_compile_data(self._run_residual),
             inputs=(*self._handles_used, *(self._held[name] for name in self._constants)),
             read_segments=read_segments,
             guards=tuple(guards),
@@ -782,7 +793,18 @@ class _Plan:
         """Makes a guard that says whether a ThunderModule reads parameters as it does, and passes on the attributes that
         it passed on."""
         passed_on = {name for handle in self._handles.values() for name in handle.absent}.difference(_HANDLE_METHODS)
-        return lambda: _reads_as_usual() and not any([hasattr(ThunderModule, name) for name in passed_on])
+        resolution_order = ThunderModule.__mro__
+        of_classes = [vars(base).keys().isdisjoint for base in resolution_order if base is not object]
+
+        def is_as_usual() -> bool:
+            if ThunderModule.__mro__ is not resolution_order or not _reads_as_usual():
+                return False
+            for has_none in of_classes:
+                if not has_none(passed_on):
+                    return False
+            return True
+
+        return is_as_usual
 
     def still_fits(self, read: tuple) -> bool:
         """Whether what a full check has just read is the very structure that this plan was made for."""
@@ -844,6 +866,20 @@ def _fast_path(
         return arrange(segments, results + resolve_rest() if rest else results)
 
     return values_if_unchanged
+
+
+def _with_compile_data(function: Callable) -> Callable:
+    """Makes a function that calls ``function`` with the compile data that are set now, as Thunder calls a prologue."""
+    compile_data, compile_stats = map(weakref.ref, _compile_data.get())
+
+    def with_compile_data(*args):
+        own = compile_data()
+        if get_compile_data() is own:
+            return function(*args)
+        with compile_data_and_stats(own, compile_stats()):
+            return function(*args)
+
+    return with_compile_data
 
 
 def _resolver(values: tuple) -> Callable[[], tuple]:
