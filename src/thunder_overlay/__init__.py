@@ -31,7 +31,10 @@ ROOT: str = _find_root()
 
 #: What a package of Thunder also gets, as if its ``__init__.py`` imported it from a module of the overlay.
 REGISTERED: dict[str, tuple[tuple[str, str], ...]] = {
-    "thunder.transforms": (("fused_prologue_transform", "FusedPrologueTransform"),),
+    "thunder.transforms": (
+        ("fused_prologue_transform", "FusedPrologueTransform"),
+        ("fast_dispatch_transform", "FastDispatchTransform"),
+    ),
 }
 
 #: Set by :func:`install` when it came too late to lay anything over Thunder.
