@@ -150,7 +150,7 @@ def poll_attributes(attributes: Sequence[tuple[Any, str]]) -> Callable[[], bool]
     for start in range(0, len(attributes), _WRITTEN_OUT):
         objects, names = zip(*attributes[start : start + _WRITTEN_OUT])
         polls.append(functools.partial(_attribute_poll(names), objects, tuple(map(getattr, objects, names))))
-    return polls[0] if len(polls) == 1 else lambda: all([unchanged() for unchanged in polls])
+    return polls[0] if len(polls) == 1 else lambda: all(unchanged() for unchanged in polls)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -182,7 +182,7 @@ def _fuse(bsyms: Sequence[BoundSymbol]) -> list[BoundSymbol]:
         return [*rest, result]
 
     from_modules = {proxy.name: proxy for bsym in region for proxy in bsym.flat_proxy_outs}
-    kinds = {name: "module_values" for name in from_modules}
+    kinds = dict.fromkeys(from_modules, "module_values")
     kinds |= {bsym.output.name: f"{_TENSOR_READS[id_]}s" for bsym in region if (id_ := bsym.sym.id) in _TENSOR_READS}
     users = [i for i, bsym in enumerate(rest) if not from_modules.keys().isdisjoint(_names(bsym.flat_proxy_args))]
     used = {name for i in users for name in _names(rest[i].flat_proxy_args)}
