@@ -35,7 +35,11 @@ REGISTERED: dict[str, tuple[tuple[str, str], ...]] = {
         ("fused_prologue_transform", "FusedPrologueTransform"),
         ("fast_dispatch_transform", "FastDispatchTransform"),
     ),
+    "thunder.plugins": (("fast_prologue", "FastPrologue"),),
 }
+
+#: The names under which ``thunder.compile(..., plugins=...)`` knows the registered plugins.
+PLUGIN_NAMES: dict[str, str] = {"FastPrologue": "fast-prologue"}
 
 #: Set by :func:`install` when it came too late to lay anything over Thunder.
 thunder_was_imported_before: bool = False
@@ -56,9 +60,12 @@ class _RegisteringLoader:
         for submodule, name in self._registered:
             qualified = module.__name__ + "." + submodule
             __import__(qualified)
-            setattr(module, name, getattr(sys.modules[qualified], name))
+            registered = getattr(sys.modules[qualified], name)
+            setattr(module, name, registered)
             if hasattr(module, "__all__"):
                 module.__all__.append(name)
+            if name in PLUGIN_NAMES:
+                module.register_plugin(PLUGIN_NAMES[name], registered)
 
 
 class _OverlayFinder:
