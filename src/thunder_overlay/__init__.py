@@ -32,8 +32,9 @@ ROOT: str = _find_root()
 #: What a package of Thunder also gets, as if its ``__init__.py`` imported it from a module of the overlay.
 REGISTERED: dict[str, tuple[tuple[str, str], ...]] = {
     "thunder.transforms": (
-        ("fused_prologue_transform", "FusedPrologueTransform"),
+        ("explain_cache_misses", "ExplainCacheMisses"),
         ("fast_dispatch_transform", "FastDispatchTransform"),
+        ("fused_prologue_transform", "FusedPrologueTransform"),
     ),
     "thunder.plugins": (("fast_prologue", "FastPrologue"),),
 }

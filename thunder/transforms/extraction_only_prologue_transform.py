@@ -195,7 +195,10 @@ def transforms_that_follow(transform: Transform) -> list[Transform]:
         raise RuntimeError(f"{transform!r} stands {len(positions)} times in the transforms; give each place its own")
     following = transforms[positions[0] + 1 :] if positions else []
     return [
-        t for t in following if type(t).transform_traces_pre_prologue is not Transform.transform_traces_pre_prologue
+        t
+        for t in following
+        if type(t).transform_traces_pre_prologue is not Transform.transform_traces_pre_prologue
+        and getattr(t, "edits_traces", True)  # ExplainCacheMisses only looks at them
     ]
 
 

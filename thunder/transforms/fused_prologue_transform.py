@@ -4,11 +4,9 @@ import copy
 import dataclasses
 import functools
 import itertools
-import linecache
 import math
 import operator
 import re
-import reprlib
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -22,6 +20,7 @@ from thunder.core.codeutils import SigInfo
 from thunder.core.compile_data import _compile_data, compile_data_and_stats, get_compile_data
 from thunder.core.module import ThunderModule
 from thunder.core.prims import PrimIDs
+from thunder.core.prologue_explanations import PrologueExplainer
 from thunder.core.proxies import Proxy
 from thunder.core.symbol import BoundSymbol, Symbol, default_python_printer, has_tags
 from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx
@@ -84,7 +83,7 @@ class FusedPrologueTransform(Transform):
             return prologue_trace, computation_trace, epilogue_trace
 
         new_prologue_trace = from_trace(prologue_trace)
-        new_prologue_trace.bound_symbols = _fuse(prologue_trace.bound_symbols)
+        new_prologue_trace.bound_symbols = _fuse(prologue_trace.bound_symbols, prologue_trace.fn)
         elapsed_time_millis = (time.perf_counter_ns() - start_time_ns) // 1000000
         new_prologue_trace.set_provenance(TraceProvenance(f"Fused prologue (took {elapsed_time_millis} milliseconds)"))
         return new_prologue_trace, computation_trace, epilogue_trace
@@ -125,6 +124,7 @@ class _Region:
     """What the fused statement assigns: runs of values that are returned next to each other, and single values."""
     taken: frozenset[str]
     """The names of all values of the prologue."""
+    explainer: PrologueExplainer
 
     @functools.cached_property
     def reads(self) -> list[Proxy]:
@@ -134,32 +134,6 @@ class _Region:
     def flat_targets(self) -> list[str]:
         targets = (target if isinstance(target, list) else [target] for target in self.targets)
         return list(dict.fromkeys(_names(itertools.chain.from_iterable(targets))))
-
-    @functools.cached_property
-    def checks(self) -> dict[str, BoundSymbol]:
-        """The first check of each value, by the value's name."""
-        checks: dict[str, BoundSymbol] = {}
-        for bsym in self.bsyms:
-            if not bsym.flat_proxy_outs and isinstance(bsym.args[0], Proxy):
-                checks.setdefault(bsym.args[0].name, bsym)
-        return checks
-
-    @functools.cached_property
-    def paths(self) -> dict[str, tuple[str, str]]:
-        """What each value is and its qualified name, by its name in the trace."""
-        kinds = {PrimIDs.UNPACK_SUBMODULE: "module", **_TENSOR_READS}
-        paths: dict[str, tuple[str, str]] = {}
-        for bsym in self.bsyms:
-            if not isinstance(bsym.output, Proxy) or not isinstance(bsym.args[0], Proxy):
-                continue
-            parent, *key = bsym.args
-            kind, path = paths.get(parent.name, ("module", ""))
-            if bsym.sym.id is PrimIDs.UNPACK_GETITEM:
-                kind, path = "attribute", f"{path}[{key[0]!r}]"
-            elif bsym.sym.id is not PrimIDs.UNPACK_THUNDER_MODULE:
-                kind, path = kinds.get(bsym.sym.id, "attribute"), ".".join(filter(None, (path, *map(str, key))))
-            paths[bsym.output.name] = kind, path
-        return paths
 
     def pack(self, value: Callable[[str], Any]) -> Any:
         """Returns the values of the targets as the fused statement returns them."""
@@ -174,7 +148,7 @@ class _Region:
         return len(self.targets) == 1 and isinstance(self.targets[0], list)
 
 
-def _fuse(bsyms: Sequence[BoundSymbol]) -> list[BoundSymbol]:
+def _fuse(bsyms: Sequence[BoundSymbol], fn: Callable | None) -> list[BoundSymbol]:
     roots, region, rest, first_check = _split(bsyms)
     taken = frozenset(name for bsym in bsyms for name in _names((*bsym.flat_proxy_outs, *bsym.flat_proxy_args)))
     *rest, result = [_with_fast_path(bsym, taken) for bsym in rest]
@@ -189,7 +163,7 @@ def _fuse(bsyms: Sequence[BoundSymbol]) -> list[BoundSymbol]:
     singles = [proxy for name, proxy in from_modules.items() if name in used]
     result, runs = _return_runs(result, kinds, taken)
 
-    fused_region = _Region(roots, region, [*runs.values(), *singles], taken)
+    fused_region = _Region(roots, region, [*runs.values(), *singles], taken, PrologueExplainer(bsyms, fn))
     guard = _ModuleGuard(fused_region)
     name = _unused("read_and_check_modules", taken)
     # Thunder's dead code elimination drops a statement whose output is an empty collection, whatever its tags.
@@ -489,57 +463,12 @@ class _ModuleGuard:
             return self._read_and_check_all(*roots)
         except Exception as e:
             self._was_refused, self._values_if_unchanged = True, None
-            explanation = self._explain(e)
-            if explanation is None:
+            # Errors of other kinds speak for themselves (a missing key), or cannot be made with another text.
+            is_told_more = type(e) in (AssertionError, AttributeError, RuntimeError)
+            refusal = self._region.explainer.explain(e) if is_told_more else None
+            if refusal is None:
                 raise
-            raise type(e)(f"{explanation} ({e})") from e
-
-    def _explain(self, error: Exception) -> str | None:
-        """Says what of the modules differs from what was compiled; None where the error speaks for itself."""
-        if type(error) not in (AssertionError, AttributeError, RuntimeError):
-            return None
-        frames = error.__traceback__
-        while frames is not None and frames.tb_frame.f_code is not self._read_and_check_all.__code__:
-            frames = frames.tb_next
-        if frames is None:
-            return None
-        line = linecache.getline(frames.tb_frame.f_code.co_filename, frames.tb_lineno)
-        found = re.search(r"\bcheck_\w+\((\w+)", line) or re.match(r"\s*(\w+)", line)
-        name = found[1] if found else ""
-        if name not in self._region.paths:
-            return None
-        kind, path = self._region.paths[name]
-        read = frames.tb_frame.f_locals
-        if name not in read:
-            return f"{kind} {path!r} cannot be read"
-        check = self._region.checks.get(name)
-        return check and f"{kind} {path!r}: {_difference(check, read[name])}"
-
-
-def _difference(check: BoundSymbol, present: Any) -> str:
-    """Says what a check expects and what it has found."""
-    if check.sym.id is not PrimIDs.CHECK_TENSOR_SHAPE_AND_METADATA:
-        compiled = check.args[1] if len(check.args) > 1 else None
-        if check.sym.id is PrimIDs.CHECK_LEN:
-            present = f"of length {len(present)}"
-            return f"compiled for length {compiled}, is {present}"
-        return f"compiled for {reprlib.repr(compiled)}, is {reprlib.repr(present)}"
-    if not isinstance(present, torch.Tensor):
-        return f"compiled for a tensor, is of type {type(present).__name__}"
-    _, shape, device, dtype, requires_grad = check.args
-    if len(shape) != present.dim() or any(
-        not isinstance(size, Proxy) and size != actual for size, actual in zip(shape, present.shape)
-    ):
-        compiled = tuple(getattr(size, "name", size) for size in shape)
-        return f"compiled for shape {compiled}, is of shape {tuple(present.shape)}"
-    for word, compiled, actual in (
-        ("", str(device), str(present.device)),
-        ("", dtype, present.dtype),
-        ("requires_grad=", requires_grad, present.requires_grad),
-    ):
-        if compiled != actual:
-            return f"compiled for {word}{compiled}, is {word}{actual}"
-    return "differs"
+            raise type(e)(f"{refusal} ({e})") from e
 
 
 _HANDLE_METHODS = ("get_parameter", "get_buffer", "get_submodule")
