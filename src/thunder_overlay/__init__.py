@@ -33,6 +33,7 @@ ROOT: str = _find_root()
 REGISTERED: dict[str, tuple[tuple[str, str], ...]] = {
     "thunder.transforms": (
         ("explain_cache_misses", "ExplainCacheMisses"),
+        ("extraction_only_prologue_transform", "PrologueVerificationError"),
         ("fast_dispatch_transform", "FastDispatchTransform"),
         ("fused_prologue_transform", "FusedPrologueTransform"),
     ),

@@ -258,6 +258,8 @@ def difference(check: BoundSymbol, present: Any) -> str:
         return f"compiled for type {_show(compiled[0])}, is of type {type(present).__name__}"
     if id_ is PrimIDs.CHECK_EMPTY:
         return f"compiled for length 0, is of length {len(present)}"
+    if check.sym.name == "check_dtensor_spec_repr":
+        return f"compiled for {compiled[0]}, is {present!r}"
     value = compiled[0] if compiled else None
     texts = _show(value), _show(present)
     if texts[0] == texts[1]:

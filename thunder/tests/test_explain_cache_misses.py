@@ -398,7 +398,7 @@ def test_recompile_storm(log, transforms):
                 (warning,) = log.messages(logging.WARNING)
         assert levels == [{"INFO"}, {"INFO"}, {"INFO", "WARNING"}, set(), set(), set()]
         assert warning == (
-            "ReLU has been compiled anew 3 times because of input 'input' (compiled for shape (1,), is of shape (4,)), "
+            "ReLU has been compiled anew 3 times because of input 'input' (compiled for shape (3,), is of shape (4,)), "
             "and that is no longer reported. Each time takes long, and is kept in memory. To avoid it, pad it, or sort "
             "calls into few shapes."
         )

@@ -109,7 +109,9 @@ class ExplainCacheMisses(Transform):
             return
         first = max(0, len(entries) - self.max_entries)
         verdicts = {i: _run_again(entries[i], call) for i in range(len(entries) - 1, first - 1, -1)}
-        told = self._count(call, {v.value: v for v in verdicts.values() if isinstance(v, Refusal)})
+        # By the newest entry where a value is refused by several.
+        refusals = {v.value: v for v in reversed(verdicts.values()) if isinstance(v, Refusal)}
+        told = self._count(call, refusals)
         subject = f"{_describe_function(get_compile_data().fn)}, called at {call.site}"
         lines = [
             f"{subject}: cache entry {i} {_describe_verdict(verdict, entries[i])}"

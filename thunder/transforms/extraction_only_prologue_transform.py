@@ -3,26 +3,41 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import fnmatch
+import functools
+import os
 import time
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from thunder.core import prims
 from thunder.core.compile_data import get_compile_data
 from thunder.core.module import get_thunder_module
+from thunder.core.prologue_explanations import PrologueExplainer, ValueName, difference
 from thunder.core.proxies import Proxy, ProxyTag
 from thunder.core.symbol import BoundSymbol, Symbol, has_tags
 from thunder.core.trace import TraceProvenance, from_trace
 from thunder.core.transform_common import Transform
+from thunder.executors import pythonex
 from thunder.torch.experimental.dtensor_proxy import is_dtensor_proxy
 from thunder.torch.experimental.dtensor_torch_and_prims import check_dtensor_spec_repr
 
 if TYPE_CHECKING:
     from thunder.core.trace import TraceCtx
 
-__all__ = ["ExtractionOnlyPrologueTransform"]
+__all__ = ["ExtractionOnlyPrologueTransform", "PrologueVerificationError"]
+
+#: Set to 1 in the environment, it has the checks run that are left out.
+VERIFY_VARIABLE = "THUNDER_PROLOGUE_VERIFY"
+
+
+class PrologueVerificationError(BaseException):
+    """A check that was left out would have failed, found with ``THUNDER_PROLOGUE_VERIFY=1`` in the environment.
+
+    It is no :class:`Exception`, because Thunder takes every Exception of a prologue for a cache miss: it would compile
+    again in silence, and hide what this is to show. ``except Exception`` in a program does not catch it either.
+    """
 
 
 class ExtractionOnlyPrologueTransform(Transform):
@@ -41,6 +56,10 @@ class ExtractionOnlyPrologueTransform(Transform):
     and is unfrozen later (``requires_grad_(True)``) silently trains nothing, a parameter whose ``.data`` became float64
     goes into a computation that was traced for float32. ``test_unfreezing_silently_trains_nothing`` and
     ``test_changed_dtype_is_not_noticed`` in ``thunder/tests/test_extraction_only_prologue_transform.py`` show both.
+
+    ``THUNDER_PROLOGUE_VERIFY=1`` in the environment when the model is compiled finds out whether it is safe: the checks
+    that are left out then run as well, after all others, and where one fails on a call that this cache entry is used for,
+    :class:`PrologueVerificationError` names the parameter and says what has changed. Without it, nothing is added.
 
     It may stand before or after other transforms. When a transform that edits the prologue comes after it
     (:class:`~thunder.transforms.LORATransform` and the quantizations expect to find each parameter's check), the checks
@@ -61,6 +80,9 @@ class ExtractionOnlyPrologueTransform(Transform):
             strings.
         ValueError: At construction, if a pattern is empty. At compilation, if a pattern matches no parameter and no
             buffer.
+        RuntimeError: At compilation with ``THUNDER_PROLOGUE_VERIFY=1``, if another transform comes after it and the
+            transforms were not given as a list.
+        PrologueVerificationError: In a call, with ``THUNDER_PROLOGUE_VERIFY=1``.
 
     Example::
 
@@ -112,8 +134,16 @@ class ExtractionOnlyPrologueTransform(Transform):
             return prologue_trace, computation_trace, epilogue_trace
 
         new_prologue_trace = from_trace(prologue_trace)
-        if any(not isinstance(other, ExtractionOnlyPrologueTransform) for other in transforms_that_follow(self)):
-            new_prologue_trace.bound_symbols = _mark_left_out(prologue_trace.bound_symbols, checks)
+        following = transforms_that_follow(self)
+        if os.environ.get(VERIFY_VARIABLE, "0") != "0":
+            marked = _mark(prologue_trace.bound_symbols, checks, _checks_to_verify)
+            if following:
+                _verify_after(following)
+                new_prologue_trace.bound_symbols = marked
+            else:
+                new_prologue_trace.bound_symbols = _verify_at_the_end(marked, prologue_trace)
+        elif any(not isinstance(other, ExtractionOnlyPrologueTransform) for other in following):
+            new_prologue_trace.bound_symbols = _mark(prologue_trace.bound_symbols, checks, _left_out_checks)
         else:
             new_prologue_trace.bound_symbols = _leave_out(prologue_trace.bound_symbols, checks)
 
@@ -126,7 +156,8 @@ class ExtractionOnlyPrologueTransform(Transform):
         return new_prologue_trace, computation_trace, epilogue_trace
 
     def _leaves_out(self, bsym: BoundSymbol, kept: set[str], owners: dict[str, Proxy]) -> bool:
-        if bsym.sym.id not in _left_out_checks or bsym.sym is _left_out_checks[bsym.sym.id]:
+        id_ = bsym.sym.id
+        if id_ not in _left_out_checks or bsym.sym is _left_out_checks[id_] or bsym.sym is _checks_to_verify[id_]:
             return False
         tensor = owners.get(bsym.args[0].name, bsym.args[0])
         if tensor.name in kept:
@@ -181,6 +212,11 @@ _left_out_checks: dict[Any, Symbol] = {
     check.id: dataclasses.replace(check, tags=None, python_printer=_print_left_out_check)
     for check in (prims.check_tensor_shape_and_metadata, check_dtensor_spec_repr)
 }
+# Those that are still to be moved to the end of the prologue, which dead code elimination must not drop before.
+_checks_to_verify: dict[Any, Symbol] = {
+    check.id: dataclasses.replace(check, python_printer=_print_left_out_check)
+    for check in (prims.check_tensor_shape_and_metadata, check_dtensor_spec_repr)
+}
 
 
 def transforms_that_follow(transform: Transform) -> list[Transform]:
@@ -202,9 +238,9 @@ def transforms_that_follow(transform: Transform) -> list[Transform]:
     ]
 
 
-def _mark_left_out(bsyms: Iterable[BoundSymbol], checks: Iterable[BoundSymbol]) -> list[BoundSymbol]:
+def _mark(bsyms: Iterable[BoundSymbol], checks: Iterable[BoundSymbol], symbols: dict[Any, Symbol]) -> list[BoundSymbol]:
     marked = {id(check) for check in checks}
-    return [bsym.from_bsym(sym=_left_out_checks[bsym.sym.id]) if id(bsym) in marked else bsym for bsym in bsyms]
+    return [bsym.from_bsym(sym=symbols[bsym.sym.id]) if id(bsym) in marked else bsym for bsym in bsyms]
 
 
 def _leave_out(bsyms: Sequence[BoundSymbol], checks: Iterable[BoundSymbol]) -> list[BoundSymbol]:
@@ -259,3 +295,104 @@ def _nearest(pattern: str, names: Iterable[str]) -> str:
         return "it has none"
     nearest = difflib.get_close_matches(pattern, names, n=3, cutoff=0.0)
     return f"the nearest names are {', '.join(map(repr, nearest))}"
+
+
+#
+# THUNDER_PROLOGUE_VERIFY=1: the checks that are left out run at the end of the prologue
+#
+
+
+class _VerifyLeftOutChecks(Transform):
+    """Moves the checks that are to be verified to the end of the prologue, when other transforms have edited them."""
+
+    def transform_traces_pre_prologue(
+        self, prologue_trace: TraceCtx, computation_trace: TraceCtx, epilogue_trace: TraceCtx | None, **kwargs
+    ) -> tuple[TraceCtx, TraceCtx, TraceCtx | None]:
+        if not any(map(_is_to_verify, prologue_trace.bound_symbols)):
+            return prologue_trace, computation_trace, epilogue_trace
+        new_prologue_trace = from_trace(prologue_trace)
+        new_prologue_trace.bound_symbols = _verify_at_the_end(prologue_trace.bound_symbols, prologue_trace)
+        new_prologue_trace.set_provenance(TraceProvenance("Verification of the checks that were left out"))
+        return new_prologue_trace, computation_trace, epilogue_trace
+
+
+def _verify_after(following: Sequence[Transform]) -> None:
+    """Gives the verification a turn after all transforms of the compilation that is going on."""
+    if any(isinstance(other, _VerifyLeftOutChecks) for other in following):
+        return
+    transforms = get_compile_data().transforms
+    if not isinstance(transforms, list):
+        raise RuntimeError(
+            f"with {VERIFY_VARIABLE}=1 ExtractionOnlyPrologueTransform adds a transform to the transforms, which must "
+            f"therefore be a list, are a {type(transforms).__name__}"
+        )
+    transforms.append(_VerifyLeftOutChecks())
+
+
+def _is_to_verify(bsym: BoundSymbol) -> bool:
+    return bsym.sym is _checks_to_verify.get(bsym.sym.id)
+
+
+def _verify_at_the_end(bsyms: Sequence[BoundSymbol], prologue_trace: TraceCtx) -> list[BoundSymbol]:
+    """Returns ``bsyms`` with the marked checks in one statement just before the return: that is only reached on a call
+    that all other checks accept."""
+    names, owners = PrologueExplainer(bsyms, prologue_trace.fn).names, _owners_of_parts(prologue_trace)
+
+    def name(proxy: Proxy) -> ValueName:
+        return names.get(proxy.name) or ValueName("value", proxy.name)
+
+    to_verify, others = [], []
+    for bsym in bsyms:
+        (to_verify if _is_to_verify(bsym) else others).append(bsym)
+    values = [bsym.args[0] for bsym in to_verify]
+    left_out = [
+        _LeftOutCheck(name(value), name(owners.get(value.name, value)), bsym) for value, bsym in zip(values, to_verify)
+    ]
+    verify = functools.partial(_verify_left_out_checks, left_out)
+    symbol = Symbol(
+        "verify_left_out_checks",
+        id="verify_left_out_checks",
+        is_prim=True,
+        tags=(prims.OpTags.DONT_DCE,),
+        meta=lambda *_: None,
+        python_impl=verify,
+    )
+    # `args` is there because FusedPrologueTransform takes what depends on modules alone out of its place.
+    args = next(bsym.output for bsym in bsyms if bsym.sym.id is prims.PrimIDs.UNPACK_TRIVIAL)
+    statement = symbol.bind(args, *values, output=None, _call_ctx={symbol.name: verify})
+    return [*others[:-1], statement, others[-1]]
+
+
+class _LeftOutCheck(NamedTuple):
+    value: ValueName
+    tensor: ValueName
+    """What ``keep`` would name, or the input: the value itself, or the DTensor that it is a part of."""
+    bsym: BoundSymbol
+
+    def difference(self, present: Any) -> str | None:
+        """Runs the check, and says what differs if it fails."""
+        executable = pythonex.ex.implmap[self.bsym.sym.id].symbol
+        (run,) = executable.bind(*self.bsym.args, output=None)._call_ctx.values()
+        try:
+            run(present, *self.bsym.args[1:])
+        except Exception:  # Thunder takes any for a miss
+            return difference(self.bsym, present)
+        return None
+
+
+def _verify_left_out_checks(checks: Sequence[_LeftOutCheck], args: tuple, *values: Any) -> None:
+    differences = [(check, check.difference(value)) for check, value in zip(checks, values)]
+    failed = [(check, text) for check, text in differences if text is not None]
+    if not failed:
+        return
+    (check, text), *more = failed
+    is_input = check.tensor.kind == "input"
+    advice = "skip_check_on_input_tensors=False" if is_input else f"keep=[{check.tensor.path!r}]"
+    raise PrologueVerificationError(
+        f"{check.value}: {text}; ExtractionOnlyPrologueTransform left this check out{_and_more(len(more))}: compile again "
+        f"after such a change, or keep the check with {advice}"
+    )
+
+
+def _and_more(number: int) -> str:
+    return f", and {number} more that {'fails' if number == 1 else 'fail'}" if number else ""
