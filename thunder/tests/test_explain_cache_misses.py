@@ -16,6 +16,7 @@ from thunder.core.recipe import Plugin, Recipe
 from thunder.core.transform_common import Transform
 from thunder.transforms import ExtractionOnlyPrologueTransform, LORATransform, PrunePrologueChecks, explain_cache_misses
 from thunder.transforms.explain_cache_misses import ExplainCacheMisses
+from thunder.transforms.fast_dispatch_transform import FastDispatchTransform
 from thunder.transforms.fused_prologue_transform import FusedPrologueTransform
 
 LINE = re.compile(r"(?P<function>.+), called at (?P<site>.+:\d+): (?P<text>.+)")
@@ -26,10 +27,13 @@ TRANSFORMS = {
     "fused": lambda: [FusedPrologueTransform()],
     "extraction only": lambda: [ExtractionOnlyPrologueTransform(keep=["*"])],
     "extraction only, fused": lambda: [ExtractionOnlyPrologueTransform(keep=["*"]), FusedPrologueTransform()],
+    "fast dispatch": lambda: [FastDispatchTransform()],
     "fused, extraction only": lambda: [FusedPrologueTransform(), ExtractionOnlyPrologueTransform(keep=["*"])],
 }
 all_transforms = pytest.mark.parametrize("transforms", TRANSFORMS.values(), ids=TRANSFORMS)
-two_transforms = pytest.mark.parametrize("transforms", [TRANSFORMS["none"], TRANSFORMS["fused"]], ids=["none", "fused"])
+two_transforms = pytest.mark.parametrize(
+    "transforms", [TRANSFORMS["none"], TRANSFORMS["fast dispatch"]], ids=["none", "fast dispatch"]
+)
 
 
 class Log(logging.Handler):

@@ -6,7 +6,13 @@ import torch
 import thunder
 from thunder.core.transform_common import Transform
 from thunder.transforms import ExtractionOnlyPrologueTransform as ExtractionOnly
-from thunder.transforms import FusedPrologueTransform, LORATransform, PrologueVerificationError, PrunePrologueChecks
+from thunder.transforms import (
+    FastDispatchTransform,
+    FusedPrologueTransform,
+    LORATransform,
+    PrologueVerificationError,
+    PrunePrologueChecks,
+)
 from thunder.transforms.extraction_only_prologue_transform import VERIFY_VARIABLE
 
 
@@ -47,11 +53,12 @@ TRANSFORMS = {
     "after fused": lambda **kw: [FusedPrologueTransform(), ExtractionOnly(**kw)],
     "before another": lambda **kw: [ExtractionOnly(**kw), EditsNothing()],
     "before another and fused": lambda **kw: [ExtractionOnly(**kw), EditsNothing(), FusedPrologueTransform()],
+    "before fast dispatch": lambda **kw: [ExtractionOnly(**kw), FastDispatchTransform()],
     "twice": lambda **kw: [ExtractionOnly(**kw), ExtractionOnly()],
 }
 all_transforms = pytest.mark.parametrize("make", TRANSFORMS.values(), ids=TRANSFORMS)
 some_transforms = pytest.mark.parametrize(
-    "make", [TRANSFORMS[name] for name in ("alone", "before fused")], ids=["alone", "before fused"]
+    "make", [TRANSFORMS[name] for name in ("alone", "before fast dispatch")], ids=["alone", "before fast dispatch"]
 )
 
 
