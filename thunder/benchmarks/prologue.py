@@ -5,6 +5,7 @@
     python -m thunder.benchmarks.prologue --layers 2 --explain
     python -m thunder.benchmarks.prologue --sweep 1,2,4,8 --plot prologue.svg
     python -m thunder.benchmarks.prologue --model my_module:make_model --variants none,extraction-only
+    python -m thunder.benchmarks.prologue --calls --layers 1
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ and buffers, and checks that what was compiled still fits. This command compiles
 under several transforms and times their prologues in turn, hot (called in a loop, so that
 all they touch is in the caches) and cold (after 64 MB have been written, as a real model's
 computation does), and then calls of the whole model. Thunder takes a few seconds a layer
-to compile each variant."""
+to compile each variant. With --calls it times whole calls alone, of a module so small that
+what is left is the cost of the call, and of the model, beside eager and torch.compile."""
 INSTALL_EXTRA = "pip install 'thunder-prologue[demo]'"
 TEXTS = ("variant", "error", "of", "for example", "leaves out", "and you vouch for")
 KINDS = {"hot": "called in a loop", "cold": "64 MB written between two calls"}
@@ -73,6 +75,8 @@ GUARD_CALLS = 200
 DEFAULT_LAYERS = 4
 # What Thunder takes to compile a layer, until the first variant has shown what it takes here.
 SECONDS_A_LAYER = 3.0
+CALL_VARIANTS = ("none", "extraction-only", "prune", "fused", "fast-dispatch", "torch.compile")
+CALL_VARIANTS += ("extraction-only+fast-dispatch",)
 
 
 class UsageError(Exception):
@@ -81,13 +85,17 @@ class UsageError(Exception):
 
 @dataclass(frozen=True)
 class Subject:
-    """A model and the arguments it is called with; ``layers`` is None for a model that is not LitGPT's."""
+    """A model and the arguments it is called with; ``layers`` is None for a model that is not LitGPT's.
+
+    ``tokens`` is how many tokens a call decodes, if it does.
+    """
 
     title: str
     model: torch.nn.Module
     args: tuple
     kwargs: dict[str, Any]
     layers: int | None = None
+    tokens: int | None = None
 
 
 def narrow_width(config: Config) -> dict[str, Any]:
@@ -161,6 +169,38 @@ def litgpt_subject(config: Config, options: argparse.Namespace) -> Subject:
     mode = "train mode, requires_grad" if options.grad else "eval mode, frozen"
     title = f"{config.name} (of {full.n_layer} layers), {width}, {options.dtype} on {options.device}, {mode}"
     return Subject(title, model, (tokens,), {}, config.n_layer)
+
+
+def decode_subject(config: Config, options: argparse.Namespace) -> Subject:
+    """Builds the step that decodes one token of a LitGPT model, with a KV cache; with gradients, there is no such step,
+    and it is the model as :func:`litgpt_subject` builds it."""
+    subject = litgpt_subject(config, options)
+    if options.grad:
+        return subject
+    subject.model.max_seq_length = min(64, config.block_size)
+    subject.model.set_kv_cache(1, device=options.device, dtype=getattr(torch, options.dtype))
+    token = torch.zeros(1, 1, dtype=torch.long, device=options.device)
+    position = torch.tensor([5], device=options.device)
+    title = f"{subject.title}; a decode step: KV cache, one token"
+    return Subject(title, subject.model, (token, position), {}, subject.layers, tokens=1)
+
+
+class _SmallNorm(torch.nn.Module):
+    def __init__(self, size: int):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(size))
+        self.eps = 1e-6
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps))
+
+
+def small_subject(options: argparse.Namespace) -> Subject:
+    """Builds an RMSNorm over 64 values, whose call costs more than its computation."""
+    with torch.device(options.device):
+        model = _SmallNorm(64).train(options.grad).requires_grad_(options.grad)
+        x = torch.randn(1, 64)
+    return Subject(f"an RMSNorm over 64 values on {options.device}", model, (x,), {})
 
 
 def own_subject(spec: str) -> Subject:
@@ -314,6 +354,12 @@ def dynamo_guards(subject: Subject) -> Timed:
     return TimedGuards(compiled, subject.args, subject.kwargs)
 
 
+def dynamo_call(subject: Subject) -> Callable:
+    """Returns ``subject`` under torch.compile with a backend that runs the operations as they are."""
+    torch._dynamo.reset()
+    return torch.compile(subject.model, backend="eager", dynamic=False)
+
+
 def loop_us(fn: Callable, args: tuple, kwargs: dict[str, Any], seconds: float) -> list[float]:
     """Times ``fn`` in a loop for about ``seconds``; each of the returned times is the mean of a block of calls."""
     names = {"fn": fn, "args": args, "kwargs": kwargs}
@@ -333,7 +379,8 @@ def _repeat(seconds: float) -> Iterator[int]:
 class Variant:
     """A row of the comparison: a prologue under ``transforms``, or something ``other`` to hold it against.
 
-    ``name`` is for ``--variants``, ``label`` for tables and plots; ``vouch`` is what its user vouches for.
+    ``name`` is for ``--variants``, ``label`` for tables and plots; ``vouch`` is what its user vouches for. ``call`` makes
+    what ``--calls`` times, where that is not the model compiled with the transforms.
     """
 
     name: str
@@ -341,13 +388,22 @@ class Variant:
     vouch: str
     transforms: Callable[[], list[Transform]] | None = None
     other: Callable[[Subject], Timed] | None = None
+    call: Callable[[Subject], Callable] | None = None
 
     def prepare(self, subject: Subject) -> Timed:
         """Compiles ``subject`` and returns what is to be timed."""
         return self.other(subject) if self.transforms is None else thunder_prologue(subject, self.transforms())
 
+    def prepare_call(self, subject: Subject) -> Timed:
+        """Compiles ``subject`` and returns its call, to be timed like a prologue."""
+        call = self.call(subject) if self.call else thunder.jit(subject.model, transforms=self.transforms())
+        for _ in range(3):
+            call(*subject.args, **subject.kwargs)
+        return Timed(call, subject.args, subject.kwargs)
+
 
 FUSED = "thunder.transforms.fused_prologue_transform"
+FAST_DISPATCH = "thunder.transforms.fast_dispatch_transform"
 METADATA = "no parameter or buffer changes its shape, device, dtype or requires_grad after compilation"
 MODULE = f"{METADATA}, and no module an attribute: model.train(), too, goes unnoticed"
 EAGER = Variant(
@@ -355,6 +411,7 @@ EAGER = Variant(
     "eager, without Thunder",
     "nothing: there is no prologue",
     other=lambda subject: Timed(None, subject.args, subject.kwargs, call=subject.model),
+    call=lambda subject: subject.model,
 )
 
 
@@ -376,22 +433,35 @@ def known_variants() -> dict[str, Variant]:
             Variant("extraction-only+fused", "ExtractionOnly + Fused", METADATA, lambda: [extraction_only(), fused()]),
             Variant("prune+fused", "PrunePrologueChecks + Fused", MODULE, lambda: [prune(), fused()]),
         ]
+    if importlib.util.find_spec(FAST_DISPATCH):
+        dispatch = lambda: importlib.import_module(FAST_DISPATCH).FastDispatchTransform()  # noqa: E731
+        label = "ExtractionOnly + FastDispatch"
+        variants += [
+            Variant("fast-dispatch", "FastDispatchTransform", "nothing", lambda: [dispatch()]),
+            Variant("extraction-only+fast-dispatch", label, METADATA, lambda: [extraction_only(), dispatch()]),
+        ]
     floor, guards = "not a prologue: it checks nothing", "another system, for comparison: guards in C++"
     variants += [
         Variant("floor", "floor: one C call reads all parameters", floor, other=parameter_reads),
-        Variant("torch.compile", "another system: torch.compile's guards", guards, other=dynamo_guards),
+        Variant("torch.compile", "another system: torch.compile", guards, other=dynamo_guards, call=dynamo_call),
     ]
     return {variant.name: variant for variant in variants}
 
 
-def choose_variants(text: str | None) -> list[Variant]:
-    """Returns the variants that a comma separated ``text`` names, or all of them, and eager calls.
+def choose_variants(text: str | None, calls: bool = False) -> list[Variant]:
+    """Returns the variants that a comma separated ``text`` names, or all that differ in their prologues, or in their
+    ``calls``, and eager calls.
 
     Raises:
         UsageError: A name is unknown, or ``MODULE:CLASS`` is not a Transform.
     """
     known = known_variants()
-    names = list(known) if text is None else list(dict.fromkeys(name.strip() for name in text.split(",")))
+    # FastDispatchTransform's prologue is FusedPrologueTransform's.
+    differ = [name for name in known if (name in CALL_VARIANTS if calls else "fast-dispatch" not in name)]
+    names = differ if text is None else list(dict.fromkeys(name.strip() for name in text.split(",")))
+    for name in names:
+        if calls and name in known and not (known[name].transforms or known[name].call):
+            raise UsageError(f"--calls cannot time {name!r}, which is no way to call a model; leave it out")
     return [known[name] if name in known else _own_variant(name, known) for name in names] + [EAGER]
 
 
@@ -544,6 +614,7 @@ class Run:
     buffers: int
     modules: int
     rows: list[Row] = field(default_factory=list)
+    tokens: int | None = None
 
     @property
     def size(self) -> str:
@@ -587,8 +658,15 @@ class Progress:
             self._seconds_a_layer = (time.perf_counter() - start) / layers
 
 
-def measure(subject: Subject, variants: Sequence[Variant], seconds: float, rows: list[Row], progress: Progress) -> None:
-    """Compiles ``subject`` under each variant, then times them in turn, filling in ``rows``.
+def measure(
+    subject: Subject,
+    variants: Sequence[Variant],
+    seconds: float,
+    rows: list[Row],
+    progress: Progress,
+    prepare: Callable[[Variant, Subject], Timed] = Variant.prepare,
+) -> None:
+    """Compiles ``subject`` under each variant, then times what ``prepare`` makes in turn, filling in ``rows``.
 
     A variant that fails becomes a row with its error.
     """
@@ -598,7 +676,7 @@ def measure(subject: Subject, variants: Sequence[Variant], seconds: float, rows:
         layers = (subject.layers or 1) if variant.transforms else 0
         with _recorded_error(row), progress.step(f"Compiling: {variant.label}", layers):
             start = time.perf_counter()
-            timed = variant.prepare(subject)
+            timed = prepare(variant, subject)
             row.compile_s = time.perf_counter() - start
             if timed.traces:
                 listed = listed_checks(timed.traces)
@@ -680,6 +758,28 @@ def print_costs(run: Run) -> None:
         lines.append([*cells, _number(row.median("call")), _number(1 / eager if eager else None), row.error or ""])
     if not any(row.error for row in run.rows):
         headers, lines = headers[:-1], [line[:-1] for line in lines]
+    _print_table(headers, lines)
+
+
+def print_calls(run: Run) -> None:
+    """Prints the table of one model's calls: a row a variant, the last one eager calls."""
+    headers = ["variant", *(f"{kind}\n{what}" for kind in KINDS for what in ("us", "over eager, us", "IQR, us"))]
+    decodes = run.tokens is not None
+    lines = []
+    for row in run.rows:
+        cells = [row.variant.label]
+        for kind in KINDS:
+            over = None if row.median(kind) is None else row.median(kind) - (run.rows[-1].median(kind) or math.nan)
+            cells += map(_number, (row.median(kind), over, row.iqr(kind)))
+        if decodes:
+            hot = row.median("hot")
+            cells.append(_number(run.tokens / hot * 1e6 if hot else None))
+        lines.append([*cells, row.error or ""])
+    headers += ["tokens\na second"] if decodes else []
+    if any(row.error for row in run.rows):
+        headers.append("error")
+    else:
+        lines = [line[:-1] for line in lines]
     _print_table(headers, lines)
 
 
@@ -909,6 +1009,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--json", type=_output_file, metavar="FILE", help="write everything there: versions, CPU, every sample")
     add("--plot", type=_plot_file, metavar="FILE", help="draw the costs there; FILE ends in .png or .svg")
     add("--explain", action="store_true", help="say what the prologue does, and what each variant leaves out")
+    calls = "time whole calls: of a small module, and of a decode step of the model (with --grad: of its forward)"
+    add("--calls", action="store_true", help=calls)
     return parser
 
 
@@ -965,6 +1067,9 @@ def check_options(options: argparse.Namespace) -> None:
             if getattr(options, name):
                 option = f"--{name.replace('_', '-')}"
                 raise UsageError(f"{option} is for LitGPT's configurations: {options.model} returns its model ready")
+    for name in ("sweep", "plot", "explain"):
+        if options.calls and getattr(options, name):
+            raise UsageError(f"--{name} shows prologues, --calls whole calls; give one of them")
     if options.device == "cuda" and not torch.cuda.is_available():
         raise UsageError("--device cuda: torch finds no CUDA device here; leave it out to measure on the CPU")
     options.device, options.dtype = options.device or "cpu", options.dtype or "float32"
@@ -977,12 +1082,16 @@ def run_benchmark(options: argparse.Namespace, runs: list[Run]) -> None:
     Raises:
         UsageError: What they ask for cannot be built, or does not run without Thunder either.
     """
-    variants = choose_variants(options.variants)
+    variants = choose_variants(options.variants, options.calls)
     if ":" in options.model:
         makers = [partial(own_subject, options.model)]
     else:
+        make_subject = decode_subject if options.calls else litgpt_subject
         configs = litgpt_configs(options.model, options.sizes, options.full_width)
-        makers = [partial(litgpt_subject, config, options) for config in configs]
+        makers = [partial(make_subject, config, options) for config in configs]
+    if options.calls:
+        makers.insert(0, partial(small_subject, options))
+    prepare, print_run = (Variant.prepare_call, print_calls) if options.calls else (Variant.prepare, print_costs)
     compiled = sum(1 for variant in variants if variant.transforms)
     progress = Progress(compiled * sum(options.sizes), 3 * options.min_run_time * len(variants) * len(makers))
     console = _console()
@@ -993,16 +1102,23 @@ def run_benchmark(options: argparse.Namespace, runs: list[Run]) -> None:
         except Exception as e:
             raise UsageError(f"--model {options.model} fails without Thunder already: {_one_line(e)}") from e
         parts = (subject.model.parameters, subject.model.buffers, subject.model.modules)
-        run = Run(subject.title, machine(), subject.layers, *(len(list(each())) for each in parts))
+        run = Run(
+            subject.title, machine(), subject.layers, *(len(list(each())) for each in parts), tokens=subject.tokens
+        )
         if not runs:
-            console.print(f"{run.machine}\n{run.title}\nCompiling and timing is likely to take {progress.left}.")
+            console.print(f"{run.machine}\nCompiling and timing is likely to take {progress.left}.")
+        if not runs or options.calls:
+            console.print(run.title)
         console.print(run.size)
         runs.append(run)
-        measure(subject, variants, options.min_run_time, run.rows, progress)
-        print_costs(runs[-1])
+        measure(subject, variants, options.min_run_time, run.rows, progress, prepare)
+        print_run(run)
     if options.sweep:
         print_sweep(runs)
     how = "; ".join(f"{kind}: {how}" for kind, how in KINDS.items())
+    if options.calls:
+        console.print(f"{how}; medians and interquartile ranges (IQR) of {ROUNDS} rounds in turn")
+        return
     ratio = "" if any(variant.name == "none" for variant in variants) else ", which --variants leaves out"
     console.print(
         f"{how}; ratio: to no transform{ratio}; medians and interquartile ranges (IQR) of {ROUNDS} rounds in turn"
@@ -1062,7 +1178,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         interrupted = True
         print(f"interrupted; measured until then: {'' if runs else 'nothing'}", file=sys.stderr)
         if runs:
-            print_costs(runs[-1])
+            print_calls(runs[-1]) if options.calls else print_costs(runs[-1])
     if options.json:
         options.json.write_text(json.dumps(report(options, runs, interrupted), indent=1))
     if options.plot and not interrupted:

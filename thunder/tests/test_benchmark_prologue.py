@@ -132,7 +132,8 @@ def measured(folder):
 
 def test_all_variants_are_measured(measured):
     rows = rows_by_variant(measured.report)
-    assert list(rows) == [*prologue.known_variants(), "eager"]
+    own = [name for name in prologue.known_variants() if "fast-dispatch" not in name]  # whose prologues are the fused
+    assert list(rows) == [*own, "eager"]
     assert measured.status == int(any(row["error"] for row in rows.values()))
     for name in ("none", "extraction-only", "prune", "floor", "torch.compile"):
         assert rows[name]["error"] is None
@@ -555,3 +556,56 @@ def test_progress_is_shown_on_a_terminal_only(folder, monkeypatch, capsys):
     assert prologue.main(argv) == 0
     assert "Compiling: no transform (about" in terminal.getvalue()
     assert "Timing, round 5 of 5: floor" in terminal.getvalue()
+
+
+def test_calls(capsys, tmp_path):
+    file = tmp_path / "calls.json"
+    variants = "none,fast-dispatch,torch.compile"
+    assert prologue.main(["--calls", "--layers", "1", "--variants", variants, "--json", str(file), *QUICK]) == 0
+    output = capsys.readouterr().out
+    small, decode = output.split("RMSNorm over 64 values")[1].split("a decode step: KV cache, one token")
+    for table in (small, decode):
+        for label in (
+            "no transform",
+            "FastDispatchTransform",
+            "another system: torch.compile",
+            "eager, without Thunder",
+        ):
+            assert table.count(label) == 1
+    assert "a second" in decode and "a second" not in small
+    runs = json.loads(file.read_text())["runs"]
+    assert [run["tokens"] for run in runs] == [None, 1]
+    for run in runs:
+        assert [row["variant"] for row in run["rows"]] == ["none", "fast-dispatch", "torch.compile", "eager"]
+        for row in run["rows"]:
+            assert row["hot_us"]["median"] > 0 and row["cold_us"]["median"] > 0
+
+
+def test_calls_of_an_own_model(capsys, folder):
+    variants = "none,benchmarked:Failing,fast-dispatch"
+    assert prologue.main(["--calls", "--grad", "--model", "benchmarked:net", "--variants", variants, *QUICK]) == 1
+    table = capsys.readouterr().out.split("benchmarked:net")[1]
+    assert "ValueError: it fails [here]" in table and "a second" not in table
+
+
+def test_the_decode_step_decodes():
+    options = SimpleNamespace(device="cpu", dtype="float32", full_width=False, grad=False)
+    (config,) = prologue.litgpt_configs("Llama-3-8B", [1], False)
+    subject = prologue.decode_subject(config, options)
+    logits = subject.model(*subject.args)
+    assert logits.shape == (1, 1, config.padded_vocab_size)
+    (keys,) = [block.attn.kv_cache.k for block in subject.model.transformer.h]
+    assert keys[:, :, 5].any() and not keys[:, :, 6:].any()
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    (
+        (["--plot", "x.png"], "--plot shows prologues, --calls whole calls"),
+        (["--sweep", "1,2"], "--sweep shows prologues"),
+        (["--explain"], "--explain shows prologues"),
+        (["--variants", "none,floor"], "--calls cannot time 'floor'"),
+    ),
+)
+def test_what_calls_cannot_show(capsys, arguments, message):
+    assert message in error_of(capsys, ["--calls", *arguments])
