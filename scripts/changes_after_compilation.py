@@ -25,7 +25,12 @@ import torch
 
 import thunder
 from thunder.core.transform_common import Transform
-from thunder.transforms import ExtractionOnlyPrologueTransform, FusedPrologueTransform, PrunePrologueChecks
+from thunder.transforms import (
+    ExtractionOnlyPrologueTransform,
+    FastDispatchTransform,
+    FusedPrologueTransform,
+    PrunePrologueChecks,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -37,6 +42,7 @@ END = "<!-- end of what scripts/changes_after_compilation.py writes -->"
 TRANSFORMS: dict[str, Sequence[type[Transform]]] = {
     "no transform": (),
     "Fused": (FusedPrologueTransform,),
+    "FastDispatch": (FastDispatchTransform,),
     "ExtractionOnly": (ExtractionOnlyPrologueTransform,),
     "ExtractionOnly + Fused": (ExtractionOnlyPrologueTransform, FusedPrologueTransform),
     "Prune": (PrunePrologueChecks,),

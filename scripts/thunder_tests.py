@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 TRANSFORMS = (
     "thunder.transforms:FusedPrologueTransform",
     "thunder.transforms:ExtractionOnlyPrologueTransform",
+    "thunder.transforms:FastDispatchTransform",
 )
 
 NEED_A_GPU = re.compile(r"test_(apex|cudnn|fa3|nvfuser|transformer_engine|triton)\w*\.py")
@@ -46,6 +47,9 @@ EXPECTED: dict[str, dict[str, str]] = {
         "test_transforms.py::test_prune_prologue_checks": "counts the checks in the text of the prologue",
     },
     "ExtractionOnlyPrologueTransform": {
+        "test_transforms.py::test_prune_prologue_checks": "counts the checks in the text of the prologue",
+    },
+    "FastDispatchTransform": {
         "test_transforms.py::test_prune_prologue_checks": "counts the checks in the text of the prologue",
     },
 }

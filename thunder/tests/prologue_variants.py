@@ -12,13 +12,14 @@ import torch
 
 import thunder
 from thunder.core.transform_common import Transform
-from thunder.transforms import ExtractionOnlyPrologueTransform
+from thunder.transforms import ExtractionOnlyPrologueTransform, FastDispatchTransform
 from thunder.transforms.fused_prologue_transform import FusedPrologueTransform
 
 VARIANTS: dict[str, Callable[[], list[Transform]]] = {
     "extraction-only": lambda: [ExtractionOnlyPrologueTransform()],
     "fused": lambda: [FusedPrologueTransform()],
     "extraction-only+fused": lambda: [ExtractionOnlyPrologueTransform(), FusedPrologueTransform()],
+    "fast-dispatch": lambda: [FastDispatchTransform()],
 }
 BOTH = "extraction-only+fused"
 

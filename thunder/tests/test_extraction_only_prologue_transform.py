@@ -10,6 +10,7 @@ import torch
 from torch.fx._lazy_graph_module import _force_skip_lazy_graph_module
 
 import thunder
+import thunder.dynamo
 from thunder.core import prims
 from thunder.core.proxies import ProxyTag
 from thunder.core.trace import tracectx
