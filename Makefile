@@ -5,7 +5,7 @@ INSTALLED := .venv/.installed
 
 BENCHMARK := $(BIN)/python -m thunder.benchmarks.prologue
 
-.PHONY: demo bench test thunder-tests lint clean
+.PHONY: demo bench test thunder-tests upstream-patch lint clean
 
 # Four layers, in under three minutes; leaves prologue.png.
 demo: $(INSTALLED)
@@ -23,6 +23,11 @@ test: $(INSTALLED)
 thunder-tests: $(INSTALLED)
 	$(BIN)/python -m pip install -q -e '.[thunder-tests]'
 	$(BIN)/python scripts/thunder_tests.py
+
+# THUNDER is a lightning-thunder source tree; the installed one without it. Leaves the patches in upstream-patch/.
+upstream-patch: $(INSTALLED)
+	rm -rf upstream-patch
+	$(BIN)/python scripts/upstream_patch.py $(THUNDER)
 
 lint: $(INSTALLED)
 	$(BIN)/python -m pip install -q 'ruff>=0.12'
