@@ -44,8 +44,12 @@ SERIES = (
         "Let ExtractionOnlyPrologueTransform keep chosen checks, in any order with other transforms",
         "keep= names parameters and buffers whose checks stay. The checks are left out after all other transforms have\n"
         "edited the prologue, so that it may also stand before LORATransform and the quantizations. The signature and\n"
-        "the defaults are as they were.",
-        ("thunder/transforms/extraction_only_*", "thunder/tests/test_extraction_only_*"),
+        "the defaults are as they were. thunder/core/prologue_explanations.py words what differs where a check fails.",
+        (
+            "thunder/core/prologue_explanations*",
+            "thunder/transforms/extraction_only_*",
+            "thunder/tests/test_extraction_only_*",
+        ),
     ),
     Step(
         "Add FusedPrologueTransform: read and check modules in bulk",
@@ -64,8 +68,8 @@ SERIES = (
         ("thunder/transforms/fast_dispatch_*", "thunder/tests/test_fast_dispatch_*"),
     ),
     Step(
-        "Explain cache misses",
-        "Says what differed when a call was compiled again.",
+        "Add ExplainCacheMisses: say why a call was compiled anew",
+        "It logs which check of which cache entry refused the call.",
         ("thunder/transforms/explain_*", "thunder/tests/test_explain_*"),
     ),
     Step(
