@@ -3,7 +3,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -186,9 +186,9 @@ _OF_A_CALL = ("flat_args", "flat_output", "saved_tensors", "saved_other")
 def _without_modes(function: Callable, is_grad_enabled: bool) -> Callable:
     """Returns what a trace's callable runs with gradients and autocast off, so that it costs less to switch those off.
     Autocast is off in every state that the flat check accepts."""
-    decorated = inspect.unwrap(function, stop=lambda f: f.__code__ not in _decorators)
-    layers = [function.__code__, getattr(function, "__wrapped__", function).__code__]
-    if layers != _decorators:
+    beneath = getattr(function, "__wrapped__", None)
+    decorated = getattr(beneath, "__wrapped__", None)
+    if decorated is None or [function.__code__, beneath.__code__] != _decorators:
         return function
     if not is_grad_enabled:
         return decorated
@@ -244,10 +244,27 @@ def _flat_check(entry) -> tuple[Callable[[tuple, dict], tuple | None], _GlobalSt
     global_state = _GlobalState.make(state, prologue.fn)
     if global_state is None or _names(inputs) != ["args", "kwargs"]:
         return None
+    if global_state.alias_tensor_indices == "" and _has_one_tensor(bsyms):
+        global_state = global_state._replace(alias_tensor_indices=None)
     # The arguments decide between most entries, and the modules are the dearest.
     position = min(of_modules, default=len(statements))
     statements.insert(position, _state_statement(_unused("global_state_is_as_compiled", taken), global_state.check()))
     return _callable("flat_check", inputs, statements, result, prologue.fn), global_state
+
+
+def _has_one_tensor(bsyms: Sequence[BoundSymbol]) -> bool:
+    """Whether the prologue only accepts a single argument, and a tensor, which nothing else can share its storage with."""
+    lengths, arguments, tensors = [], set(), set()
+    for bsym in bsyms:
+        source = bsym.args[0].name if bsym.args and isinstance(bsym.args[0], Proxy) else None
+        if bsym.sym.name == "check_tensor_metadata":
+            tensors.add(source)
+        elif source in ("args", "kwargs"):
+            if bsym.sym.name == "check_len":
+                lengths.append(bsym.args[1])
+            elif bsym.sym.id is PrimIDs.UNPACK_GETITEM:
+                arguments.add(bsym.output.name)
+    return sorted(lengths) == [0, 1] and not tensors.isdisjoint(arguments)
 
 
 def _state_statement(name: str, is_as_compiled: Callable) -> BoundSymbol:
@@ -297,7 +314,7 @@ class _GlobalState(NamedTuple):
     is_grad_enabled: bool
     no_grad_sync: bool
     alias_tensor_indices: str | None
-    """None where the prologue does not check it."""
+    """None where the prologue does not check it, or need not."""
     fn: Any
 
     @classmethod
@@ -318,8 +335,7 @@ class _GlobalState(NamedTuple):
             return (
                 _is_grad_enabled() is is_grad_enabled
                 and _get_default_dtype() is default_dtype
-                and not _is_autocast_enabled("cuda")
-                and not _is_autocast_enabled("cpu")
+                and not (_may_autocast() and (torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")))
                 and ((may_be_unset and _has_no_default_device()) or torch.get_default_device() == default_device)
                 and (aliases is None or _alias_tensor_indices(args, kwargs) == aliases)
                 and (
@@ -332,7 +348,6 @@ class _GlobalState(NamedTuple):
 
 
 _is_grad_enabled, _get_default_dtype = torch.is_grad_enabled, torch.get_default_dtype
-_is_autocast_enabled = torch.is_autocast_enabled
 
 _PARALLEL = frozenset({"use_ddp", "use_fsdp"})
 
@@ -387,12 +402,22 @@ def _find_has_no_default_device() -> Callable[[], bool]:
         return lambda: False
 
     def has_no_default_device() -> bool:
-        return not stack_length() and not hasattr(set_globally, "device_context")
+        return not stack_length() and "device_context" not in vars(set_globally)
 
     with torch.device("meta"):
         is_noticed = not has_no_default_device()
     return has_no_default_device if is_noticed else lambda: False
 
 
+def _find_may_autocast() -> Callable[[], bool]:
+    """Finds a function that is only false where autocast is off for all devices."""
+    is_any = getattr(torch._C, "_is_any_autocast_enabled", None)
+    if is_any is None:
+        return lambda: True
+    with torch.autocast("cpu", enabled=True):
+        return is_any if is_any() else lambda: True
+
+
 _set_grad_enabled = _find_set_grad_enabled()
+_may_autocast = _find_may_autocast()
 _has_no_default_device = _find_has_no_default_device()
