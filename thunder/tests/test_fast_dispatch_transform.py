@@ -734,6 +734,25 @@ def test_alias_tensor_indices(seed):
 Point = collections.namedtuple("Point", "x y z")
 
 
+@pytest.mark.parametrize("transform", ["vmap", "grad", "jvp"])
+def test_tensors_of_function_transforms(transform):
+    """Thunder refuses what has no storage of its own."""
+    cms = [thunder.jit(module(lambda self, x: x * 2)(), transforms=t) for t in ([], [FastDispatchTransform()])]
+    results = []
+    for cm in cms:
+        cm(X), cm(X)
+        with torch.no_grad():
+            cm(X), cm(X)
+            f = {
+                "vmap": lambda cm: torch.func.vmap(cm)(torch.stack([X, Y])),
+                "grad": lambda cm: torch.func.grad(lambda x: cm(x).sum())(X),
+                "jvp": lambda cm: torch.func.jvp(cm, (X,), (X,)),
+            }[transform]
+            results.append(outcome(f, cm))
+    assert describe(results[1], {}) == describe(results[0], {})
+    assert fast_hits(cms[1]) == 2
+
+
 #
 # The cache: several entries, changes of the module, its options
 #

@@ -367,6 +367,9 @@ def _alias_tensor_indices(args: tuple, kwargs: dict[str, Any]) -> str:
     if not _LEAF_TYPES.issuperset(map(type, leaves)):
         leaves, _ = tree_flatten((args, kwargs))
     elif len(leaves) < 2:
+        for leaf in leaves:
+            if type(leaf) is torch.Tensor and leaf.layout is torch.strided:
+                leaf.data_ptr()  # raises where a tensor has no storage of its own, as Thunder does (`torch.func.vmap`)
         return ""
     groups: dict[int, list[int]] = {}
     for i, leaf in enumerate(leaves):
