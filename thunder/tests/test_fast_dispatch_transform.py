@@ -833,6 +833,12 @@ def test_cache_is_cleared():
             call._lc_cs.interpreter_cache.clear()
         for x in batches(2):
             yield x, call(x)
+        if call is not model:
+            call._lc_cs.interpreter_cache.clear()
+            # This does not go through the dispatcher.
+            call._lc_cd.get_computation_and_inputs(X)
+            del call._lc_cs.interpreter_cache[:]
+            call._lc_cd.get_computation_and_inputs(X)
         yield X, call(X)
         if call is not model:
             call._lc_cs.interpreter_cache = []
@@ -840,6 +846,22 @@ def test_cache_is_cleared():
             yield x, call(x)
 
     check(module(OUTPUTS["tensor"]), scenario)
+
+
+def test_cache_is_replaced():
+    """By one of as many entries."""
+    cm = thunder.jit(module(OUTPUTS["tensor"])(), transforms=[FastDispatchTransform()])
+    cm(X), cm(X)
+    old = weakref.ref(cm._lc_cs.interpreter_cache[0].computation_fn)
+    cm._lc_cs.interpreter_cache.clear()
+    cm._lc_cd.get_computation_and_inputs(X)
+    (entry,) = cm._lc_cs.interpreter_cache
+    cm(X)
+    assert thunder.last_traces(cm) is entry.computation_traces
+    assert cm._lc_cs.last_prologue is entry.prologue_fn
+    cm(X)
+    gc.collect()
+    assert old() is None
 
 
 @pytest.mark.parametrize("cache", ["no caching", "symbolic values"])

@@ -76,24 +76,25 @@ class FastDispatchTransform(FusedPrologueTransform):
 def _dispatcher(call_thunder: Callable, cd: CompileData, cs: CompileStats) -> Callable:
     """Makes the function that a ThunderModule calls in place of Thunder's own."""
     options = cd.compile_options
-    # One item for each cache entry, oldest first.
-    known: list[tuple[Any, Callable | None]] = []
-    hits: tuple[Callable, ...] = ()
+    made: dict[int, tuple[Any, Callable | None]] = {}
+    # The cache as it was last seen, and what was made of its entries, newest first. Assigned as one, since another thread
+    # may be looking.
+    seen: tuple[list, tuple[Callable, ...]] = [], ()
 
-    def look_up_entries() -> None:
-        nonlocal known, hits
-        made = {id(entry): hit for entry, hit in known}
-        known = [
-            (entry, made[id(entry)] if id(entry) in made else _make_hit(entry, cs, options))
-            for entry in cs.interpreter_cache
-        ]
-        hits = tuple(hit for _, hit in reversed(known) if hit is not None)
+    def look_up_entries() -> tuple[Callable, ...]:
+        nonlocal made, seen
+        entries = list(cs.interpreter_cache)
+        now = {id(entry): made.get(id(entry)) or (entry, _make_hit(entry, cs, options)) for entry in entries}
+        hits = tuple(hit for _, hit in reversed(now.values()) if hit is not None)
+        made, seen = now, (entries, hits)
+        return hits
 
     def dispatch(*args, **kwargs):
         # Thunder traces through this function when it meets the module in another one.
         if _tracing_context.get(None) is None:
-            if len(known) != len(cs.interpreter_cache):
-                look_up_entries()
+            known, hits = seen
+            if known != cs.interpreter_cache:
+                hits = look_up_entries()
             for hit in hits:
                 result = hit(args, kwargs)
                 if result is not _NO_HIT:
