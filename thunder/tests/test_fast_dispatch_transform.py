@@ -20,6 +20,7 @@ import thunder
 from thunder.core import guard_blocks
 from thunder.core.pytree import tree_map
 from thunder.core.trace import is_tracing
+from thunder.core.transform_common import Transform
 from thunder.transforms import ExtractionOnlyPrologueTransform, LORATransform, PrunePrologueChecks
 from thunder.transforms import fast_dispatch_transform as fast_dispatch
 from thunder.transforms.fast_dispatch_transform import FastDispatchTransform
@@ -1029,6 +1030,24 @@ def test_one_transform_of_two_models():
         for cm in cms:
             torch.testing.assert_close(cm(x), cm._model(x))
     assert [fast_hits(cm) for cm in cms] == [2, 2]
+
+
+class Wrapping(Transform):
+    """Puts a function of its own before the compiled module's."""
+
+    def transform_module(self, model):
+        call = model._forward_fn
+        model._forward_fn = functools.wraps(call)(lambda *args: call(*args) + 1)
+
+
+@pytest.mark.parametrize("position", [0, 1])
+def test_transforms_that_wrap_the_call(position):
+    transforms = [FastDispatchTransform()]
+    transforms.insert(position, Wrapping())
+    model = module(OUTPUTS["tensor"])()
+    cm = thunder.jit(model, transforms=transforms)
+    for x in batches(3):
+        torch.testing.assert_close(cm(x), model(x) + 1)
 
 
 def test_add_transform():

@@ -69,8 +69,13 @@ class FastDispatchTransform(FusedPrologueTransform):
         """Puts the dispatcher before the module's own call."""
         if any(isinstance(transform, FastDispatchTransform) for transform in model._lc_transforms):
             return
-        if model._lc_cd.cache_option is CACHE_OPTIONS.CONSTANT_VALUES:
+        if model._lc_cd.cache_option is CACHE_OPTIONS.CONSTANT_VALUES and _is_of_thunder(model._forward_fn):
             model._forward_fn = _dispatcher(model._forward_fn, model._lc_cd, model._lc_cs)
+
+
+def _is_of_thunder(call: Callable) -> bool:
+    """False for what another transform has put before Thunder's dispatcher, which must run on each call."""
+    return getattr(call, "__globals__", {}).get("__name__") == "thunder"
 
 
 def _dispatcher(call_thunder: Callable, cd: CompileData, cs: CompileStats) -> Callable:
