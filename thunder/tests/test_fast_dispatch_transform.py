@@ -1199,6 +1199,44 @@ def test_data_parallelism(wrap, tmp_path):
         torch.distributed.destroy_process_group()
 
 
+class Delegating(torch.nn.Module):
+    """Has what the module within has."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = module(OUTPUTS["tensor"])()
+
+    def forward(self, x):
+        return self.inner(x)
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("inner"), name)
+
+
+@pytest.mark.parametrize("make", [module(OUTPUTS["tensor"]), Delegating], ids=["own", "delegated"])
+def test_gradients_that_are_not_synchronized(make):
+    """Of a module that becomes one of data parallelism after it was compiled."""
+
+    def scenario(call, model):
+        for _ in range(2):
+            yield X, call(X)
+        getattr(model, "inner", model).use_fsdp = True
+        for skip in (False, True, True, False):
+            token = thunder.distributed.set_skip_data_parallel_grad_sync(skip)
+            try:
+                y = call(X)
+            finally:
+                thunder.distributed.reset_skip_data_parallel_grad_sync(token)
+            y.sum().backward()
+            yield X, y
+
+    cm = check(make, scenario, eager=False)
+    assert thunder.cache_misses(cm) == 2
+
+
 #
 # What is left behind: references and warnings
 #

@@ -335,7 +335,10 @@ class _GlobalState(NamedTuple):
         """Makes a function of ``args`` and ``kwargs`` that says whether the state is this one."""
         default_dtype, default_device, is_grad_enabled, no_grad_sync, aliases, fn = self
         may_be_unset = default_device == torch.device("cpu")
-        is_of_parallel_class = any(hasattr(type(fn), name) for name in _PARALLEL)
+        # Where the class may say so, too, or answers for attributes that an instance does not have.
+        is_asked = any(hasattr(type(fn), name) for name in _PARALLEL) or (
+            type(fn).__getattr__ is not torch.nn.Module.__getattr__
+        )
 
         def is_as_compiled(args, kwargs) -> bool:
             return (
@@ -345,7 +348,7 @@ class _GlobalState(NamedTuple):
                 and ((may_be_unset and _has_no_default_device()) or torch.get_default_device() == default_device)
                 and (aliases is None or _alias_tensor_indices(args, kwargs) == aliases)
                 and (
-                    (not no_grad_sync and not is_of_parallel_class and _PARALLEL.isdisjoint(vars(fn)))
+                    (not no_grad_sync and not is_asked and _PARALLEL.isdisjoint(vars(fn)))
                     or _no_grad_sync(fn) == no_grad_sync
                 )
             )
