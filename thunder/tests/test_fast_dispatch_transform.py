@@ -1313,6 +1313,7 @@ def test_warnings():
 
 def test_private_parts(monkeypatch):
     assert fast_dispatch._find_set_grad_enabled() is not torch.set_grad_enabled
+    assert fast_dispatch._find_has_no_default_device()() is True
     with monkeypatch.context() as patches:
         patches.setattr(torch._C, "_set_grad_enabled", lambda enabled: None)
         assert fast_dispatch._find_set_grad_enabled() is torch.set_grad_enabled

@@ -414,7 +414,7 @@ def _find_has_no_default_device() -> Callable[[], bool]:
         return lambda: False
 
     def has_no_default_device() -> bool:
-        return not stack_length() and "device_context" not in vars(set_globally)
+        return not stack_length() and vars(set_globally).get("device_context") is None
 
     with torch.device("meta"):
         is_noticed = not has_no_default_device()
