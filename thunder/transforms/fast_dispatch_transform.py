@@ -250,16 +250,22 @@ def _flat_check(entry) -> tuple[Callable[[tuple, dict], tuple | None], _GlobalSt
     global_state = _GlobalState.make(state, prologue.fn)
     if global_state is None or _names(inputs) != ["args", "kwargs"]:
         return None
-    if global_state.alias_tensor_indices == "" and _has_one_tensor(bsyms):
-        global_state = global_state._replace(alias_tensor_indices=None)
     # The arguments decide between most entries, and the modules are the dearest.
     position = min(of_modules, default=len(statements))
-    statements.insert(position, _state_statement(_unused("global_state_is_as_compiled", taken), global_state.check()))
+    tensor = _only_tensor(bsyms)
+    if tensor is not None and global_state.alias_tensor_indices == "":
+        global_state = global_state._replace(alias_tensor_indices=None)
+        # As where Thunder looks for aliases, this raises if there is no storage (`torch.func.vmap`).
+        statements.insert(position, _statement("has_storage", f"{tensor}.data_ptr()"))
+    name = _unused("global_state_is_as_compiled", taken)
+    line = f"if not {name}(args, kwargs): return None"
+    statements.insert(position, _statement(name, line, {name: global_state.check()}))
     return _callable("flat_check", inputs, statements, result, prologue.fn), global_state
 
 
-def _has_one_tensor(bsyms: Sequence[BoundSymbol]) -> bool:
-    """Whether the prologue only accepts a single argument, and a tensor, which nothing else can share its storage with."""
+def _only_tensor(bsyms: Sequence[BoundSymbol]) -> str | None:
+    """Returns the name of the tensor that is the only argument which the prologue accepts, so that nothing can share its
+    storage. None if it accepts others."""
     lengths, arguments, tensors = [], set(), set()
     for bsym in bsyms:
         source = bsym.args[0].name if bsym.args and isinstance(bsym.args[0], Proxy) else None
@@ -270,21 +276,21 @@ def _has_one_tensor(bsyms: Sequence[BoundSymbol]) -> bool:
                 lengths.append(bsym.args[1])
             elif bsym.sym.id is PrimIDs.UNPACK_GETITEM:
                 arguments.add(bsym.output.name)
-    return sorted(lengths) == [0, 1] and not tensors.isdisjoint(arguments)
+    return next(iter(tensors & arguments), None) if sorted(lengths) == [0, 1] else None
 
 
-def _state_statement(name: str, is_as_compiled: Callable) -> BoundSymbol:
-    lines = [f"if not {name}(args, kwargs): return None"]
+def _statement(name: str, line: str, context: dict[str, Any] | None = None) -> BoundSymbol:
+    """Makes a statement of a line of Python, which ``context`` is given to."""
     symbol = Symbol(
         name,
         id=name,
         is_prim=True,
         tags=(prims.OpTags.DONT_DCE,),
         meta=lambda: None,
-        python_impl=is_as_compiled,
-        python_printer=lambda *_: lines,
+        python_impl=lambda: None,
+        python_printer=lambda *_: [line],
     )
-    return symbol.bind(output=None, _call_ctx={name: is_as_compiled})
+    return symbol.bind(output=None, _call_ctx=context or {})
 
 
 def _without_exception(bsym: BoundSymbol, taken: set[str]) -> BoundSymbol:
