@@ -5,7 +5,7 @@ INSTALLED := .venv/.installed
 
 BENCHMARK := $(BIN)/python -m thunder.benchmarks.prologue
 
-.PHONY: demo bench test thunder-tests upstream-patch lint clean
+.PHONY: demo bench test thunder-tests compat upstream-patch lint clean
 
 # Four layers, in under three minutes; leaves prologue.png.
 demo: $(INSTALLED)
@@ -23,6 +23,11 @@ test: $(INSTALLED)
 thunder-tests: $(INSTALLED)
 	$(BIN)/python -m pip install -q -e '.[thunder-tests]'
 	$(BIN)/python scripts/thunder_tests.py
+
+# A quick part of the tests with the oldest and newest Python, torch and lightning-thunder; needs 10 GB of disk. COMPAT
+# holds options of the script, as in COMPAT='--only 3.13 --all'.
+compat: $(INSTALLED)
+	$(BIN)/python scripts/compat.py --markdown $(COMPAT)
 
 # THUNDER is a lightning-thunder source tree; the installed one without it. Leaves the patches in upstream-patch/.
 upstream-patch: $(INSTALLED)
