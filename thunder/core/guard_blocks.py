@@ -233,17 +233,23 @@ class Versions:
         heap_types = [base for base in self._classes if base.__flags__ & _HEAP_TYPE]
         # Other bases give a class another tuple of them; the old one is kept, so that none comes in its place.
         self._resolution_orders = [cls.__mro__ for cls in heap_types]
-        versions = [_each(id, some) + 3 * _WORD for some in (self.dicts, list(map(_class_dict, heap_types)))]
-        self._fixed = np.concatenate([*versions, _each(id, heap_types) + _mro_offset(), self._slots, ids + _WORD])
+        dict_versions, class_versions = (
+            _each(id, some) + 3 * _WORD for some in (self.dicts, list(map(_class_dict, heap_types)))
+        )
+        of_classes = np.concatenate([class_versions, _each(id, heap_types) + _mro_offset(), ids + _WORD])
+        self._fixed = np.concatenate([dict_versions, of_classes, self._slots])
+        #: Says whether all objects have the classes that they had, and these are as they were.
+        self.classes_are_unchanged = _MemoryGuard(of_classes)
 
     def guard(self) -> _MemoryGuard | None:
         """Makes a guard that says whether, from now on, no attribute of any object was set, replaced or deleted, no
         object got another ``__dict__`` or class, no class nor a base of it was changed, and no dict was. None if an
-        object no longer keeps its ``__dict__`` where it did."""
+        object no longer keeps its ``__dict__`` where it did, or a class has changed: others must be looked at then."""
         instance_dicts = list(map(_dict_of, self.objects))
         dict_ids = _each(id, instance_dicts)
         guard = _MemoryGuard(np.concatenate([self._fixed, dict_ids + 3 * _WORD]), self, instance_dicts)
-        return guard if (_read(self._slots) == dict_ids.astype(np.uint64)).all() else None
+        is_in_place = (_read(self._slots) == dict_ids.astype(np.uint64)).all() and self.classes_are_unchanged()
+        return guard if is_in_place else None
 
     def changed(self, guard: _MemoryGuard) -> tuple[list[Any], list[dict]]:
         """Returns the objects and the dicts that have changed since ``guard`` was made."""

@@ -408,6 +408,66 @@ def test_attributes(name):
         exercise(pair, *ATTRIBUTE_CHANGES[name])
 
 
+def another_class_comes_in(patches, pair):
+    leaf = pair.model.branch.leaf
+    patches.setattr(leaf, "__class__", subclass(leaf))
+    return lambda: patches.setattr(type(leaf), "eps", property(lambda self: 7.0), raising=False)
+
+
+def other_bases_come_in(patches, pair):
+    leaf = pair.model.branch.leaf
+    patches.setattr(leaf, "__class__", subclass(leaf))
+    pair.check()
+    other = type("Other", (Leaf,), {"inherited": 4.0})
+    type(leaf).__bases__ = (other,)
+    return lambda: setattr(other, "inherited", 7.0)
+
+
+def a_property_hides_an_attribute(patches, pair):
+    leaf = pair.model.branch.leaf
+    values = {"eps": leaf.eps}
+    patches.setattr(type(leaf), "eps", property(lambda self: values["eps"]), raising=False)
+    return lambda: patches.setitem(values, "eps", 7.0)
+
+
+def getattribute_comes_in(patches, pair):
+    leaf = pair.model.branch.leaf
+    values = {"eps": leaf.eps}
+    get = lambda self, name: values[name] if name in values else object.__getattribute__(self, name)  # noqa: E731
+    patches.setattr(leaf, "__class__", subclass(leaf, __getattribute__=get))
+    return lambda: patches.setitem(values, "eps", 7.0)
+
+
+CLASS_CHANGES = (another_class_comes_in, other_bases_come_in, a_property_hides_an_attribute, getattribute_comes_in)
+
+
+@pytest.mark.parametrize("come_in", CLASS_CHANGES)
+@pytest.mark.parametrize("rounds", (1, 5))
+def test_what_a_change_of_a_class_that_was_accepted_brings_in(come_in, rounds):
+    with pair_of(Attributes) as pair:
+        pair.check()
+        for _ in range(rounds):
+            with pytest.MonkeyPatch.context() as patches:
+                change = come_in(patches, pair)
+                pair.check()
+                change()
+                pair.check(False, "compiled for ")
+            pair.check()
+
+
+def test_a_class_that_changes_on_each_call():
+    with pair_of(Attributes) as pair:
+        for i in range(12):
+            Leaf.calls = i
+            pair.check(times=1)
+        for _ in range(2):
+            exercise(pair, *ATTRIBUTE_CHANGES["train a leaf"])
+            exercise(pair, *ATTRIBUTE_CHANGES["property added"])
+            exercise(pair, *ATTRIBUTE_CHANGES["other bases"])
+        del Leaf.calls
+        pair.check()
+
+
 def test_two_changes_undone_one_after_the_other():
     with pair_of(Attributes) as pair:
         pair.check()

@@ -206,8 +206,9 @@ def test_versions_of_classes_alone():
     unchanged = versions.guard()
     assert unchanged()
     Other.attribute = 1
-    assert not unchanged()
-    assert versions.guard()()
+    assert not unchanged() and not versions.classes_are_unchanged()
+    assert versions.guard() is None
+    assert Versions([], [Other]).guard()()
 
 
 @needs_instances

@@ -427,9 +427,9 @@ class _ModuleGuard:
         if self._was_refused:
             # It is likely to be again (`train()`, with the entry for `eval()` tried first), and then no state is needed.
             self._run(roots)
-        plan = self._plan
+        plan = self._plan and self._plan.after_changes(is_often=self._hits <= _HITS_TO_FORGET)
         if plan is not None:
-            values = self._accept(plan.after_changes(is_often=self._hits <= _HITS_TO_FORGET), roots)
+            values = self._accept(plan, roots)
             if values is not None:
                 return values
         read = self._run(roots)
@@ -519,7 +519,7 @@ class _Plan:
         self._checked: list[str] = []
         # The ids of objects and dicts that change so often that versions are of no use.
         self._polled: frozenset[int] = frozenset()
-        self._times_changed: dict[int, int] = {}
+        self._times_changed: dict[frozenset[int], int] = {}
         self._state = None
 
         values = dict(zip(_names((*region.reads, *region.roots)), (*read, *roots)))
@@ -658,25 +658,31 @@ class _Plan:
         index = {name: i for i, name in enumerate(_names(self._region.reads))}
         self._held_positions = [index[name] for name in self._held]
 
-    def after_changes(self, *, is_often: bool) -> _Plan:
-        """Returns the plan to go on with: this one, or one that polls what has changed often."""
+    def after_changes(self, *, is_often: bool) -> _Plan | None:
+        """Returns the plan to go on with: this one, or one that polls what has changed often and looks at the classes
+        that the objects have now. None if an attribute no longer only lies in a dict."""
         if not is_often:
             self._times_changed.clear()
         if self._versions is None or self._state is None:
             return self
         polled = set(self._polled)
         objects, dicts = self._versions.changed(self._state)
-        for changed in map(id, (*objects, *dicts)):
-            times = self._times_changed[changed] = self._times_changed.get(changed, 0) + 1
+        changed = [{id(obj)} for obj in (*objects, *dicts)]
+        classes_are_unchanged = self._versions.classes_are_unchanged()
+        if not classes_are_unchanged:
+            changed.append({id(obj) for obj in (*self._versions.objects, *self._versions.dicts)})
+        for ids in map(frozenset, changed):
+            times = self._times_changed[ids] = self._times_changed.get(ids, 0) + 1
             if times >= _TIMES_TO_TOLERATE:
-                polled.add(changed)
-        if polled == self._polled:
+                polled |= ids
+        if polled == self._polled and classes_are_unchanged:
             return self
         # Another thread may be using this one.
         plan = copy.copy(self)
         plan._polled = frozenset(polled)
         plan._lay_out()
-        return plan
+        # This is asked last: what changes later, the new versions notice.
+        return plan if all(itertools.starmap(blocks.is_plain_attribute, plan._attributes.values())) else None
 
     def take_state(self) -> Callable | None:
         """Makes a function that returns the values of the fused statement if the state is what it is now, and else None.
