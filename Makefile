@@ -5,7 +5,7 @@ INSTALLED := .venv/.installed
 
 BENCHMARK := $(BIN)/python -m thunder.benchmarks.prologue
 
-.PHONY: demo bench test thunder-tests compat upstream-patch lint clean
+.PHONY: demo bench test fuzz thunder-tests compat upstream-patch lint clean
 
 # Four layers, in under three minutes; leaves prologue.png.
 demo: $(INSTALLED)
@@ -18,6 +18,12 @@ bench: $(INSTALLED)
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2
+
+# Searches for states in which fused and unfused prologues differ, and shows that it would notice mutants of the code;
+# FUZZ='--seed 1 --variant fused' chooses. Saves what it finds as tests in fuzz-failures.
+FUZZ ?= --steps 10000 --mutants
+fuzz: $(INSTALLED)
+	$(BIN)/python -m thunder.tests.prologue_fuzz $(FUZZ)
 
 # The tests that ship with lightning-thunder, as they are and with transforms added to every thunder.jit; about an hour.
 thunder-tests: $(INSTALLED)
