@@ -69,7 +69,7 @@ MUTANTS = {
     "a buffer": Mutant(
         "Checks parameters only.",
         fused, "_Plan._compares", "self._checked.append(source)",
-        "self._checked += [source] if self._region.paths[source][0] == 'parameter' else []",
+        "self._checked += [source] if self._tensors[source][0] in [h.parameters for h in self._handles.values()] else []",
     ),
     "tensors of a dict that changes often": Mutant(
         "Does not check tensors whose dict is no longer compared by version.",

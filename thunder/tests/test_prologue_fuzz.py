@@ -32,7 +32,7 @@ private = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize("variant", ["fused", "fused, portable", "extraction-only+fused"])
+@pytest.mark.parametrize("variant", ["fused", "fused, portable"])
 def test_a_short_search_finds_no_difference(variant):
     coverage = Coverage()
     failure = search(variant, 0, steps=300, trees=3, calls=0, shrink=False, coverage=coverage)
@@ -105,7 +105,7 @@ def test_a_mutant_whose_text_is_gone_is_an_error():
 
 # `make fuzz` runs them all.
 SOME_MUTANTS = (
-    "dtype", "requires_grad", "a buffer", "class dicts", "another __dict__", "properties", "items of lists",
+    "shape", "requires_grad", "a buffer", "class dicts",
     "identity of the parameters' dict", "absent attributes", "takes a state without checking", "yes on an exception",
     "order",
 )  # fmt: skip
@@ -115,7 +115,8 @@ SOME_MUTANTS = (
 @pytest.mark.parametrize("name", SOME_MUTANTS)
 def test_a_mutant_is_noticed(name):
     with mutated(MUTANTS[name]):
-        assert search(MUTANTS[name].variant, 0, steps=10_000, trees=3, calls=0, shrink=False) is not None
+        failure = search(MUTANTS[name].variant, 0, steps=10_000, trees=3, calls=0, shrink=False)
+    assert failure is not None and failure.is_unsound
 
 
 def test_all_mutants_apply():
