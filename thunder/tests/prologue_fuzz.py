@@ -118,7 +118,7 @@ FEATURES = {
     "intercepting": Feature(
         "self.intercepting = Intercepting()",
         "x = x * self.intercepting.gain",
-        places=("@.intercepting", "@.intercepting.gain", "@.intercepting.offsets[0]"),
+        places=("@.intercepting", "@.intercepting.gain", "@.intercepting.gains[0]"),
     ),
     "property": Feature(
         "self.factor_ = 2.0",
@@ -224,10 +224,10 @@ class Dynamic:
 
 class Intercepting:
     def __init__(self):
-        self.gain, self.offsets = 5.0, [0.0]
+        self.gain, self.gains = 5.0, [None]
     def __getattribute__(self, name):
-        value = object.__getattribute__(self, name)
-        return value + object.__getattribute__(self, "offsets")[0] if name == "gain" else value
+        (instead,) = object.__getattribute__(self, "gains") if name == "gain" else (None,)
+        return object.__getattribute__(self, name) if instead is None else instead
 
 class Base(torch.nn.Module):
     inherited = 4.0

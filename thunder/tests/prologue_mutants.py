@@ -128,9 +128,10 @@ MUTANTS = {
         "Compares with == where versions are not compared, so that 2 passes for 2.0.",
         blocks, "_attribute_poll", "{read} is v{i}", "{read} == v{i}", "fused, few looked at",
     ),
-    "classes that come in": Mutant(
-        "Goes on with the classes that it has looked at first, when others have come in.",
-        blocks, "Versions.guard", " and self.classes_are_unchanged()", "",
+    "hidden attributes": Mutant(
+        "Goes on to compare an attribute by version when a property has come to hide it.",
+        fused, "_Plan.after_changes",
+        "return plan if all(itertools.starmap(blocks.is_plain_attribute, plan._attributes.values())) else None", "return plan",
     ),
     "items of lists": Mutant(
         "Takes an item of a list for one that never changes.",
@@ -184,7 +185,7 @@ MUTANTS = {
     ),
     "yes on an exception": Mutant(
         "Says yes where one of the checks that are run each time fails.",
-        fused, "_fast_path", "return None  # the full check, which comes next, says what is wrong", "tensors = read_tensors()",
+        fused, "_fast_path", "return None  # the full check, which comes next, says what is wrong", "segments = read_segments()",
     ),
     "order": Mutant(
         "Returns the values in the wrong order.",
