@@ -124,12 +124,12 @@ def grad_mode():
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled()
 
 
-def run_compiled(make, scenario, transforms):
+def run_compiled(make, scenario, transforms, **options):
     """Runs a scenario with a compiled model. Returns what was seen after each call, copies of the values that were seen,
     and the compiled model."""
     torch.manual_seed(0)
     model = make()
-    cm = thunder.jit(model, transforms=transforms)
+    cm = thunder.jit(model, transforms=transforms, **options)
     seen, values = [], []
     with torch.enable_grad():
         for yielded in scenario(cm, model):
@@ -164,13 +164,20 @@ def copied(yielded, call):
     return tree_map(copy, (yielded, state(call)))
 
 
-def check(make, scenario, *, eager=True, slow_hits=0, own=(), fast=None):
+@functools.lru_cache(maxsize=1)
+def own_path(make, scenario, own=(), **options):
+    """What is seen on Thunder's own path. Tests that share it come one after the other."""
+    seen, _, _ = run_compiled(make, scenario, [transform() for transform in own], **options)
+    return seen
+
+
+def check(make, scenario, *, eager=True, slow_hits=0, own=(), fast=None, **options):
     """Demands that a scenario sees the same with the fast dispatcher as with Thunder's own, and that all cache hits but
     ``slow_hits`` are fast. ``own`` are the transforms without FastDispatchTransform, ``fast`` those with it. If ``eager``,
     the values are those of the model itself, too."""
-    expected, _, _ = run_compiled(make, scenario, [transform() for transform in own])
+    expected = own_path(make, scenario, own, **options)
     fast = (*own, FastDispatchTransform) if fast is None else fast
-    actual, values, cm = run_compiled(make, scenario, [transform() for transform in fast])
+    actual, values, cm = run_compiled(make, scenario, [transform() for transform in fast], **options)
     for i, (e, a) in enumerate(zip(expected, actual, strict=True)):
         for key in e:
             assert a[key] == e[key], f"{key} after call {i}"
@@ -227,10 +234,8 @@ OUTPUTS = {
     "the input": lambda self, x: x,
     "what was given": lambda self, x: (x, x * self.weight, x, self.weight, self.buffer, x.contiguous(), x.float()),
     "views": lambda self, x: (x.reshape(-1), x.transpose(0, 1), x[0], x[1:], self.weight.view(2, 2), x * self.weight),
-    "the same twice": lambda self, x: (x * self.weight,) * 2,
-    "views of a result": lambda self, x: (y := x * self.weight, y.view(-1), y[0]),
+    "views of a result": lambda self, x: (y := x * self.weight, y.view(-1), y[0], y),
     "without gradient": lambda self, x: (x * self.weight, x.argmax(), x > 0, (x * self.weight).detach()),
-    "no gradient at all": lambda self, x: (x + 1, (x * self.weight).detach()),
     "factory": lambda self, x: (torch.ones(2), (x * self.weight).double().sum()),
 }
 
@@ -246,7 +251,7 @@ def test_outputs(kind):
     assert fast_hits(cm) == 4
 
 
-@pytest.mark.parametrize("kind", ["tensor", "the input", "views", "without gradient"])
+@pytest.mark.parametrize("kind", ["tensor", "views"])
 def test_inputs_that_require_grad(kind):
     def scenario(call, model):
         for x, requires_grad in zip(batches(6), (True, True, False, False, True, False)):
@@ -296,9 +301,8 @@ def train(call, model, evaluate=False):
             model.train()
 
 
-@pytest.mark.parametrize("own", [(), (FusedPrologueTransform,)], ids=["own", "fused"])
-def test_training(own):
-    check(Net, train, own=own, fast=[FastDispatchTransform])
+def test_training():
+    check(Net, train, own=(FusedPrologueTransform,), fast=[FastDispatchTransform])
 
 
 def test_training_and_evaluation():
@@ -372,41 +376,26 @@ def test_in_place_updates_of_aliases():
 def test_epilogue():
     @module
     def forward(self, x):
-        self.buffer = self.buffer + x.sum(0).detach()
-        self.last = x * self.weight
-        return x + self.buffer
+        self.buffer = self.buffer + x.sum(0)
+        return x * self.weight + self.buffer
 
     def scenario(call, model):
-        for x in batches(6):
-            y = outcome(call, x)
-            yield x, y, getattr(model, "last", None), getattr(model, "buffer", None)
+        # With gradients, Thunder makes the buffer require them.
+        with torch.no_grad():
+            # The harness compares the buffers after each call, with those of the model without Thunder, too.
+            yield from three_calls(call, model)
 
-    expected, _, _ = run_compiled(forward, scenario, [])
-    if isinstance(expected[0]["values"][1][1], tuple):
-        pytest.skip("Thunder does not write attributes here")
-    check(forward, scenario, eager=False)
+    # Thunder writes a buffer of the outermost module by a wrong name.
+    check(lambda: torch.nn.Sequential(forward()), scenario)
 
 
 #
 # The grad mode, exceptions, hooks
 #
 
-FORWARDS = {
-    "no_grad": torch.no_grad,
-    "enable_grad": torch.enable_grad,
-    "set_grad_enabled(False)": lambda: torch.set_grad_enabled(False),
-    "set_grad_enabled(True)": lambda: torch.set_grad_enabled(True),
-}
-
 
 def under_no_grad(self, x):
     with torch.no_grad():
-        y = x * self.weight
-    return y, x * self.weight
-
-
-def under_enable_grad(self, x):
-    with torch.enable_grad():
         y = x * self.weight
     return y, x * self.weight
 
@@ -423,7 +412,7 @@ def enables_grad(self, x):
     return y, x * self.weight
 
 
-@pytest.mark.parametrize("forward", [under_no_grad, under_enable_grad, disables_grad, enables_grad])
+@pytest.mark.parametrize("forward", [under_no_grad, disables_grad, enables_grad])
 def test_grad_mode(forward):
     def scenario(call, model):
         for enabled, x in zip((True, True, True, False, False, True, False, True), batches(8)):
@@ -527,6 +516,7 @@ def test_hooks_of_torch():
 def use_public_parts(monkeypatch):
     monkeypatch.setattr(fast_dispatch, "_set_grad_enabled", torch.set_grad_enabled)
     monkeypatch.setattr(fast_dispatch, "_has_no_default_device", lambda: False)
+    monkeypatch.setattr(fast_dispatch, "_may_autocast", lambda: True)
 
 
 #
@@ -568,17 +558,13 @@ ARGUMENTS = {
         with_defaults,
         [
             lambda f: f(X),
-            lambda f: f(X, None),
             lambda f: f(X, scale=2),
             lambda f: f(X, scale=True),
             lambda f: f(X, scale=2.0),
             lambda f: f(X, scale=float("nan")),
-            lambda f: f(X, scale=float("inf")),
+            lambda f: f(X, None, scale=-0.0),
             lambda f: f(X, scale=0.0),
-            lambda f: f(X, scale=-0.0),
-            lambda f: f(X, Y, flag=1),
             lambda f: f(X, Y, flag=True),
-            lambda f: f(X, Y, flag=0),
         ],
     ),
     "variable": (
@@ -588,7 +574,6 @@ ARGUMENTS = {
             lambda f: f(X, Y),
             lambda f: f(a=X, b=Y),
             lambda f: f(b=Y, a=X),
-            lambda f: f(b=X, a=Y),
             lambda f: f(X, b=X),
             lambda f: f(X, args=Y, kwargs=Z),
             lambda f: f(),
@@ -649,7 +634,7 @@ def test_arguments(kind):
             result = outcome(f, call)
             yield f, str(result)[:60] if isinstance(result, Exception) else result
 
-    expected, _, _ = run_compiled(module(forward), scenario, [])
+    expected = own_path(module(forward), scenario)
     actual, _, cm = run_compiled(module(forward), scenario, [FastDispatchTransform()])
     for i, (e, a) in enumerate(zip(expected, actual, strict=True)):
         assert a == e, f"call {i}"
@@ -768,60 +753,84 @@ def test_entries_that_alternate():
         shapes = [(3, 4), (5, 4), (3, 4, 1)]
         for i in range(5):
             for x in batches(1, *shapes[i % 3]):
-                for y in (x, x.double(), x.t() if x.dim() == 2 else x):
+                for y in (x, x.double(), x.t()) if x.dim() == 2 else (x,):
                     yield y, call(y)
 
     check(forward, scenario)
 
 
+SCALE = [2]
+
+
+def change_harmlessly(model):
+    model.unrelated = object()
+    model.weight.data.add_(1)
+    model.weight.data = model.weight.data * 2
+
+
 CHANGES = {
     "train": lambda model: model.train(not model.training),
     "number": lambda model: setattr(model, "scale", 5 - model.scale),
-    "unrelated": lambda model: setattr(model, "unrelated", object()),
-    "freeze": lambda model: model.weight.requires_grad_(not model.weight.requires_grad),
-    "data": lambda model: setattr(model.weight, "data", model.weight.data * 2),
+    "freezing": lambda model: model.weight.requires_grad_(not model.weight.requires_grad),
     "dtype": lambda model: setattr(
         model.weight,
         "data",
-        model.weight.data.to({torch.float32: torch.float64}.get(model.weight.dtype, torch.float32)),
+        model.weight.data.to(torch.float64 if model.weight.dtype is torch.float32 else torch.float32),
     ),
-    "in place": lambda model: model.weight.data.add_(1),
     "config": lambda model: setattr(model.config, "scale", 5 - model.config.scale),
-    "item": lambda model: model.items.__setitem__("scale", 5 - model.items["scale"]),
+    "item": lambda model: model.items.update(scale=5 - model.items["scale"]),
+    "class": lambda model: setattr(Changing, "of_class", 5 - Changing.of_class),
+    "global": lambda model: SCALE.__setitem__(0, 5 - SCALE[0]),
+    "property": lambda model: model.items.update(of_property=5 - model.items["of_property"]),
+    "harmless": change_harmlessly,
 }
 
 
 class Config:
-    scale = 2
+    pass
 
 
 class Changing(Small):
+    of_class = 2
+
     def __init__(self):
         super().__init__()
-        self.scale, self.config, self.items = 2, Config(), {"scale": 2}
+        self.scale, self.config, self.items = 2, Config(), {"scale": 2, "of_property": 2}
         self.config.scale = 2
+
+    @property
+    def of_property(self):
+        return self.items["of_property"]
 
     def forward(self, x):
         y = x * self.weight * self.scale * self.config.scale * self.items["scale"]
+        y = y * self.of_class * self.of_property * SCALE[0]
         return y + 1 if self.training else y
 
 
-@pytest.mark.parametrize("way", ["private", "portable"])
-@pytest.mark.parametrize("change", CHANGES)
+def after_changes(change, call, model):
+    for times in (2, 2, 1, 1, 3):
+        for x in batches(times):
+            yield x, call(x)
+        CHANGES[change](model)
+    CHANGES[change](model)
+
+
+scenarios_of_changes = {change: functools.partial(after_changes, change) for change in CHANGES}
+
+
+@pytest.mark.parametrize(
+    ("change", "way"),
+    [(change, "private") for change in CHANGES]
+    + [(change, "portable") for change in ("train", "freezing", "property", "harmless")],
+)
 def test_module_changes(change, way, monkeypatch):
     if way == "portable":
         monkeypatch.setattr(guard_blocks, "available_blocks", lambda: guard_blocks.Blocks())
         use_public_parts(monkeypatch)
-
-    def scenario(call, model):
-        for times in (2, 2, 1, 1, 3):
-            for x in batches(times):
-                yield x, call(x)
-            CHANGES[change](model)
-
-    expected, _, _ = run_compiled(Changing, scenario, [])
+    scenario = scenarios_of_changes[change]
     actual, values, cm = run_compiled(Changing, scenario, [FastDispatchTransform()])
-    assert actual == expected
+    assert actual == own_path(Changing, scenario)
     assert fast_hits(cm) >= 2
     torch.testing.assert_close(values, run_eager(Changing, scenario))
 
@@ -891,38 +900,45 @@ def default(setter, value, old):
         setter(old)
 
 
+@contextlib.contextmanager
+def unchanged():
+    with default(torch.set_default_device, "cpu", None), torch.device("cpu"), torch.autocast("cpu", enabled=False):
+        with default(torch.use_deterministic_algorithms, True, False):
+            yield
+
+
 STATES = {
     "default dtype": lambda: default(torch.set_default_dtype, torch.float64, torch.float32),
     "default device": lambda: default(torch.set_default_device, "meta", None),
-    "default device, as it was": lambda: default(torch.set_default_device, "cpu", None),
     "device context": lambda: torch.device("meta"),
-    "device context, as it was": lambda: torch.device("cpu"),
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
-    "autocast, disabled": lambda: torch.autocast("cpu", torch.bfloat16, enabled=False),
-    "deterministic": lambda: default(torch.use_deterministic_algorithms, True, False),
+    "unchanged": unchanged,
 }
 
 
-def makes_tensors(self, x):
-    return torch.ones(2), torch.nn.functional.linear(x, self.weight.view(1, 4)), x + 1.5
+MakesTensors = module(lambda self, x: (torch.ones(2), torch.nn.functional.linear(x, self.weight.view(1, 4)), x + 1.5))
+
+
+def in_states(state, call, model):
+    yield X, call(X)
+    for x in batches(2):
+        with STATES[state]():
+            y = call(x)
+            z = call(x)
+        yield x, y, z, call(x)
+
+
+scenarios_of_states = {state: functools.partial(in_states, state) for state in STATES}
 
 
 @pytest.mark.parametrize("private", [True, False])
-@pytest.mark.parametrize("what", STATES)
-def test_global_state(what, private, monkeypatch):
+@pytest.mark.parametrize("state", STATES)
+def test_global_state(state, private, monkeypatch):
     if not private:
         use_public_parts(monkeypatch)
-
-    def scenario(call, model):
-        yield X, call(X)
-        for x in batches(2):
-            with STATES[what]():
-                y = call(x)
-                z = call(x)
-            yield x, y, z, call(x)
-
-    cm = check(module(makes_tensors), scenario, eager=False, slow_hits=4 if what == "autocast" else 0)
-    assert fast_hits(cm) > 0
+    # With autocast on, all hits are left to Thunder, and the guard of tensors notices when it is off again.
+    slow_hits = 4 if state == "autocast" else 0
+    check(MakesTensors, scenarios_of_states[state], eager=False, slow_hits=slow_hits)
 
 
 @pytest.mark.parametrize("grad", [True, False])
@@ -981,22 +997,11 @@ def test_fake_tensors():
 # Where it stands: other transforms, recursion, threads, functions
 #
 
-COMBINATIONS = {
-    "twice": ((), [FastDispatchTransform, FastDispatchTransform]),
-    "before fused": ((FusedPrologueTransform,), [FastDispatchTransform, FusedPrologueTransform]),
-    "after fused": ((FusedPrologueTransform,), [FusedPrologueTransform, FastDispatchTransform]),
-    "before extraction": (
-        (ExtractionOnlyPrologueTransform,),
-        [FastDispatchTransform, ExtractionOnlyPrologueTransform],
-    ),
-    "after extraction": (
-        (ExtractionOnlyPrologueTransform,),
-        [ExtractionOnlyPrologueTransform, FastDispatchTransform],
-    ),
-    "before prune": ((PrunePrologueChecks,), [FastDispatchTransform, PrunePrologueChecks]),
-    "after prune": ((PrunePrologueChecks,), [PrunePrologueChecks, FastDispatchTransform]),
-    "before lora": ((lambda: LORATransform(r=2),), [FastDispatchTransform, lambda: LORATransform(r=2)]),
-    "after lora": ((lambda: LORATransform(r=2),), [lambda: LORATransform(r=2), FastDispatchTransform]),
+OTHERS = {
+    "fused": FusedPrologueTransform,
+    "extraction only": ExtractionOnlyPrologueTransform,
+    "prune": PrunePrologueChecks,
+    "lora": functools.partial(LORATransform, r=2),
 }
 
 
@@ -1010,16 +1015,57 @@ class TwoLinears(torch.nn.Module):
         return self.b(self.a(x).relu())
 
 
-@pytest.mark.parametrize("kind", COMBINATIONS)
-def test_other_transforms(kind):
-    own, fast = COMBINATIONS[kind]
+def three_calls(call, model):
+    for x in batches(3):
+        yield x, call(x)
 
+
+@pytest.mark.parametrize("order", ["before", "after", "on both sides of"])
+@pytest.mark.parametrize("other", OTHERS)
+def test_other_transforms(other, order):
+    own = (OTHERS[other],)
+    fast = [*own, FastDispatchTransform] if order == "after" else [FastDispatchTransform, *own]
+    fast += [FastDispatchTransform] if order == "on both sides of" else []
+    cm = check(TwoLinears, three_calls, own=own, fast=fast, eager=other != "lora")
+    assert fast_hits(cm) == 2
+
+
+OPTIONS = [
+    {"skip_inplace_alias_updates": True},
+    {"thunderfx_disable_split_autograd": True},
+    {"thunderfx_disable_split_autograd": True, "is_differentiable_outputs": (True, False)},
+    {"disable_torch_autograd": True},
+]
+TwoOutputs = module(lambda self, x, y: (x * self.weight, y * 2))
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: ", ".join(options))
+def test_compile_options(options):
     def scenario(call, model):
         for x in batches(3):
-            yield x, call(x)
+            y, z = call(x, X)
+            yield x, y, z
+            yield x, call(x, x), outcome(y.sum().backward)
 
-    cm = check(TwoLinears, scenario, own=own, fast=fast, eager="lora" not in kind)
-    assert fast_hits(cm) == 2
+    check(TwoOutputs, scenario, eager=False, **options)
+
+
+def test_random_numbers_and_autocast_in_the_forward():
+    @module
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = torch.nn.functional.linear(x, self.weight.view(1, 4))
+        return y, torch.nn.functional.dropout(x * self.weight, 0.5, training=True)
+
+    def scenario(call, model):
+        for i, x in enumerate(batches(3)):
+            torch.manual_seed(i)
+            y, z = call(x)
+            (y.sum() + z.sum()).backward()
+            yield x, y, z, torch.rand(2)
+
+    # Thunder's dropout draws other numbers than torch's.
+    check(forward, scenario, eager=False)
 
 
 def test_one_transform_of_two_models():
@@ -1081,8 +1127,9 @@ def recursions():
 
 
 @pytest.mark.parametrize("kind", recursions())
-@pytest.mark.parametrize("is_compiled", [False, True])
-def test_recursion(kind, is_compiled):
+def test_recursion(kind):
+    is_compiled = kind != "module"
+
     def run(transforms):
         torch.manual_seed(0)
         inner = thunder.jit(module(OUTPUTS["tensor"])(), transforms=transforms)
