@@ -81,7 +81,7 @@ def assert_is_in_place(compiled: Callable, transforms: list[Transform]) -> None:
     """Demands that the prologue that runs is what the transforms make, so that nothing is compared with itself."""
     traces = thunder.last_prologue_traces(compiled)
     provenances = " ".join(str(trace.get_provenance()) for trace in traces)
-    kinds = {type(transform) for transform in transforms}
-    assert ("Extraction only prologue" in provenances) is (ExtractionOnlyPrologueTransform in kinds)
-    is_fused = any("read_and_check_modules" in bsym.sym.name for bsym in traces[-1].bound_symbols)
-    assert is_fused is (FusedPrologueTransform in kinds)
+    leaves_out = any(isinstance(transform, ExtractionOnlyPrologueTransform) for transform in transforms)
+    assert ("Extraction only prologue" in provenances) is leaves_out
+    fuses = any(isinstance(transform, FusedPrologueTransform) for transform in transforms)
+    assert any("read_and_check_modules" in bsym.sym.name for bsym in traces[-1].bound_symbols) is fuses
