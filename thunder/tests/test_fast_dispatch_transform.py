@@ -900,16 +900,24 @@ def default(setter, value, old):
         setter(old)
 
 
+def set_default_device(device):
+    torch.set_default_device(device)
+    try:
+        torch.get_default_device()
+    except AttributeError:  # torch 2.7.1, where this fails, also in Thunder, once the device was unset
+        del torch._GLOBAL_DEVICE_CONTEXT.device_context
+
+
 @contextlib.contextmanager
 def unchanged():
-    with default(torch.set_default_device, "cpu", None), torch.device("cpu"), torch.autocast("cpu", enabled=False):
+    with default(set_default_device, "cpu", None), torch.device("cpu"), torch.autocast("cpu", enabled=False):
         with default(torch.use_deterministic_algorithms, True, False):
             yield
 
 
 STATES = {
     "default dtype": lambda: default(torch.set_default_dtype, torch.float64, torch.float32),
-    "default device": lambda: default(torch.set_default_device, "meta", None),
+    "default device": lambda: default(set_default_device, "meta", None),
     "device context": lambda: torch.device("meta"),
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
     "unchanged": unchanged,

@@ -778,14 +778,22 @@ def default(setter, value, old):
         setter(old)
 
 
+def set_default_device(device):
+    torch.set_default_device(device)
+    try:
+        torch.get_default_device()
+    except AttributeError:  # torch 2.7.1, where this fails, also in Thunder, once the device was unset
+        del torch._GLOBAL_DEVICE_CONTEXT.device_context
+
+
 GLOBAL_CHANGES = {
     "grad": (lambda _: contextlib.nullcontext(), False, "", True),
     "inference_mode": (lambda _: torch.inference_mode(), True, ""),
     "autocast": (lambda _: torch.autocast("cpu", torch.bfloat16), False, ""),
     "autocast that is off": (lambda _: torch.autocast("cpu", torch.bfloat16, enabled=False), True, ""),
-    "default device": (lambda _: default(torch.set_default_device, "meta", None), False, ""),
+    "default device": (lambda _: default(set_default_device, "meta", None), False, ""),
     "device context": (lambda _: torch.device("meta"), False, ""),
-    "same default device": (lambda _: default(torch.set_default_device, "cpu", None), True, ""),
+    "same default device": (lambda _: default(set_default_device, "cpu", None), True, ""),
     "default dtype": (lambda _: default(torch.set_default_dtype, torch.float64, torch.float32), False, ""),
 }
 
