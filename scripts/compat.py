@@ -16,7 +16,9 @@ import argparse
 import datetime
 import os
 import re
+import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -202,14 +204,16 @@ def _last_error(log: Path) -> str:
 
 def to_markdown(results: Sequence[Result], arguments: Sequence[str]) -> str:
     """Returns the table for README.md, with its date and what was run."""
-    lines = [f"`pytest {' '.join(arguments)}`, {datetime.date.today():%Y-%m-%d}:", ""]
+    lines = [f"`pytest {shlex.join(arguments)}`, {datetime.date.today():%Y-%m-%d}:", ""]
     lines += ["| " + " | ".join(cells) + " |" for cells in (COLUMNS, ["---"] * len(COLUMNS))]
     lines += ["| " + " | ".join(result.row()) + " |" for result in results]
     return "\n".join(lines)
 
 
 def _table(results: Sequence[Result]) -> Table:
-    table = Table(*COLUMNS)
+    table = Table()
+    for name in COLUMNS:
+        table.add_column(name, no_wrap=name != COLUMNS[-1])
     for result in results:
         table.add_row(*result.row(), style=None if result.passed else "red")
     return table
@@ -254,8 +258,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(*pairs, sep="\n")
         return 0
     arguments = options.pytest or (["-n", "2"] if options.all else ["-n", "2", *QUICK])
+    # An environment that is left behind would be several GB.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     options.output.mkdir(parents=True, exist_ok=True)
     console, results = Console(), []
+    if not console.is_terminal:
+        console = Console(width=120)
     for pair in pairs:
         log = options.output / f"{str(pair).replace(',', '-').replace('*', 'x')}.log"
         with console.status(f"{pair} (log: {log})"):

@@ -44,8 +44,8 @@ def test_table(script):
     assert ran.passed and not failed.passed
     assert not script.Result(script.PAIRS[0], versions, counts | {"failed": 1}).passed
     assert not script.Result(script.PAIRS[0], versions, counts | {"passed": 0}).passed
-    lines = script.to_markdown([ran, failed], ["-k", "guard"]).splitlines()
-    assert lines[0].startswith("`pytest -k guard`, 2")
+    lines = script.to_markdown([ran, failed], ["-k", "not guard"]).splitlines()
+    assert lines[0].startswith("`pytest -k 'not guard'`, 2")
     assert lines[-2] == "| 3.13.0 | 2.12.1 | 0.2.6 | 7 | 0 | 1 | 12 | tensors: words of TensorImpl |"
     assert lines[-1] == "| 3.10 | 2.7.1 | 0.2.6 |  |  |  |  | cannot be installed: no such version |"
     assert len({line.count("|") for line in lines[2:]}) == 1
