@@ -786,13 +786,19 @@ def set_default_device(device):
         del torch._GLOBAL_DEVICE_CONTEXT.device_context
 
 
+def sees_device_contexts():
+    """Whether ``torch.get_default_device()``, which is what Thunder checks, does: that of torch 2.7.1 does not."""
+    with torch.device("meta"):
+        return torch.get_default_device().type == "meta"
+
+
 GLOBAL_CHANGES = {
     "grad": (lambda _: contextlib.nullcontext(), False, "", True),
     "inference_mode": (lambda _: torch.inference_mode(), True, ""),
     "autocast": (lambda _: torch.autocast("cpu", torch.bfloat16), False, ""),
     "autocast that is off": (lambda _: torch.autocast("cpu", torch.bfloat16, enabled=False), True, ""),
     "default device": (lambda _: default(set_default_device, "meta", None), False, ""),
-    "device context": (lambda _: torch.device("meta"), False, ""),
+    "device context": (lambda _: torch.device("meta"), not sees_device_contexts(), ""),
     "same default device": (lambda _: default(set_default_device, "cpu", None), True, ""),
     "default dtype": (lambda _: default(torch.set_default_dtype, torch.float64, torch.float32), False, ""),
 }
