@@ -106,7 +106,19 @@ def test_with_thunderfx():
     # Thunder cannot trace the lazy graph modules that torch 2.12 gives it.
     lazy = pytest.importorskip("torch.fx._lazy_graph_module")
     with lazy._force_skip_lazy_graph_module():
+        if not dynamo_notices_train():
+            pytest.skip(
+                "torch.compile itself goes on after model.train() as before, as torch 2.10 does on CPython 3.13.0"
+            )
         check_with_thunderfx()
+
+
+def dynamo_notices_train():
+    model, x = Model().eval(), torch.randn(3, 4)
+    compiled_model = torch.compile(model, backend="eager")
+    compiled_model(x)
+    model.train()
+    return torch.equal(compiled_model(x), torch.zeros(3, 4))
 
 
 def check_with_thunderfx():
