@@ -168,7 +168,9 @@ class Runner:
             *("-q", "--no-header", "--tb=short", "-W", "ignore", "--durations=20", *tests),
         ]
         paths = [str(Path(__file__).resolve().parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-        env = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+        # The runs have workers of their own, and are none of a pytest that runs this.
+        own = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST_")}
+        env = {"OMP_NUM_THREADS": "1", **own, "PYTHONPATH": os.pathsep.join(paths)}
         with log_file.open("w") as log:
             process = subprocess.run(command, cwd=self.folder, env=env, stdout=log, stderr=subprocess.STDOUT)
         # 1: tests failed, 5: none was collected.
