@@ -2,7 +2,7 @@
 
 Compares the outcomes test by test, and fails on a difference that is not expected::
 
-    python scripts/thunder_tests.py                                   # all of it, about an hour on two cores
+    python scripts/thunder_tests.py                                   # all of it, hours on two cores
     python scripts/thunder_tests.py test_core.py -k cache             # a part of it
     python scripts/thunder_tests.py --inject my_module:MyTransform    # other transforms, joined by +
 
@@ -40,6 +40,13 @@ NEED_A_GPU = re.compile(r"test_(apex|cudnn|fa3|nvfuser|transformer_engine|triton
 
 # Files that try every operation with every dtype. They say little about prologues, and would take hours.
 EVERY = {"test_auto_register_torchops.py": 40, "test_grad.py": 8, "test_ops.py": 40}
+
+# Neither this repository's configuration nor its conftest.py are Thunder's. `append`, since the default puts site-packages
+# first in the search path.
+PYTEST_OPTIONS = (
+    *f"-c {os.devnull} --rootdir=. --confcutdir=. --import-mode=append -p no:cacheprovider -p injected_transforms".split(),
+    *"--gpu-mem-limit 0 --continue-on-collection-errors -q --no-header --tb=short -W ignore --durations=20".split(),
+)
 
 # Why a test's outcome is another one when a transform is added, by the transform's class.
 EXPECTED: dict[str, dict[str, str]] = {
@@ -141,32 +148,8 @@ class Runner:
             RuntimeError: pytest itself failed.
         """
         outcomes_file, log_file = self.output / f"{title}.jsonl", self.output / f"{title}.log"
-        # Neither this repository's configuration nor its conftest.py are Thunder's. `append`, since the default puts
-        # site-packages first in the search path.
-        command = [
-            *(
-                sys.executable,
-                "-m",
-                "pytest",
-                "-c",
-                os.devnull,
-                "--rootdir=.",
-                "--confcutdir=.",
-                "--import-mode=append",
-            ),
-            *(
-                "-p",
-                "no:cacheprovider",
-                "-p",
-                "injected_transforms",
-                "--inject",
-                spec,
-                "--outcomes",
-                str(outcomes_file),
-            ),
-            *("--gpu-mem-limit", "0", "--continue-on-collection-errors", *self.options),
-            *("-q", "--no-header", "--tb=short", "-W", "ignore", "--durations=20", *tests),
-        ]
+        command = [sys.executable, "-m", "pytest", *PYTEST_OPTIONS, *self.options]
+        command += ["--inject", spec, "--outcomes", str(outcomes_file), *tests]
         paths = [str(Path(__file__).resolve().parent), *filter(None, [os.environ.get("PYTHONPATH")])]
         # The runs have workers of their own, and are none of a pytest that runs this.
         own = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST_")}

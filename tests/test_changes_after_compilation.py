@@ -25,7 +25,15 @@ def readme_table(script):
 
 
 # By name, so that the tests of all transforms can run at the same time.
-TRANSFORMS = ("no transform", "Fused", "ExtractionOnly", "ExtractionOnly + Fused", "Prune", "Prune + Fused")
+TRANSFORMS = (
+    "no transform",
+    "Fused",
+    "FastDispatch",
+    "ExtractionOnly",
+    "ExtractionOnly + Fused",
+    "Prune",
+    "Prune + Fused",
+)
 
 
 def test_every_transform_is_tested(script):

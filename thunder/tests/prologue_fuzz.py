@@ -1633,10 +1633,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     seed = random.SystemRandom().randrange(10**6) if options.seed is None else options.seed
     variants = options.variant or list(VARIANTS)
     coverage, failures = Coverage(), []
-    for variant in variants:
-        calls = VARIANTS[variant].calls
-        # To compare whole calls, many of them compile.
-        share = max(1, options.steps // len(variants)) // (20 if calls else 1)
+    # A change costs more where whole calls are compared, since many of those compile.
+    weights = {variant: 1 if VARIANTS[variant].calls else 20 for variant in variants}
+    for variant, weight in weights.items():
+        share = math.ceil(options.steps * weight / sum(weights.values()))
         made = coverage.made
         with console.status(f"{variant}, seed {seed}"):
             failure = search(
