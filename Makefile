@@ -5,7 +5,7 @@ INSTALLED := .venv/.installed
 
 BENCHMARK := $(BIN)/python -m thunder.benchmarks.prologue
 
-.PHONY: demo bench test fuzz thunder-tests compat upstream-patch lint clean
+.PHONY: demo bench test test-all fuzz thunder-tests compat upstream-patch lint clean
 
 # Four layers, in under three minutes; leaves prologue.png.
 demo: $(INSTALLED)
@@ -16,8 +16,12 @@ demo: $(INSTALLED)
 bench: $(INSTALLED)
 	$(BENCHMARK) --layers 32 --json prologue.json --plot prologue.png
 
+# In under ten minutes: of tests that are much alike, some. test-all takes half an hour.
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist worksteal --quick
+
+test-all: $(INSTALLED)
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 # Searches for states in which fused and unfused prologues differ, and shows that it would notice mutants of the code;
 # FUZZ='--seed 1 --variant fused' chooses. Saves what it finds as tests in fuzz-failures.

@@ -519,12 +519,17 @@ def test_ctrl_c(folder):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        # A shell has its background jobs ignore it.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as process:
         for line in process.stdout:
             if "6 parameters" in line:
                 break
         process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=60)
+        try:
+            _, errors = process.communicate(timeout=60)
+        finally:
+            process.kill()
     assert process.returncode == 130
     assert "interrupted" in errors and "Traceback" not in errors
 

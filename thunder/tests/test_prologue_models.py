@@ -354,8 +354,17 @@ REFUSED = {
 }
 
 
+@pytest.fixture
+def same_modes():
+    """Leaves the torch function modes that Thunder goes on with where it fails within ``with torch.device(...)``."""
+    before = torch._C._len_torch_function_stack()
+    yield
+    while torch._C._len_torch_function_stack() > before:
+        torch.overrides._pop_mode()
+
+
 @pytest.mark.parametrize("name", REFUSED)
-def test_thunder_refuses(name):
+def test_thunder_refuses(name, same_modes):
     make, scenario, error, message = REFUSED[name]
     model = make()
     with pytest.raises(error) as raised:
