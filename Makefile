@@ -16,7 +16,7 @@ demo: $(INSTALLED)
 bench: $(INSTALLED)
 	$(BENCHMARK) --layers 32 --json prologue.json --plot prologue.png
 
-# In under ten minutes: of tests that are much alike, some. test-all takes half an hour.
+# In under ten minutes: of tests that are much alike, some (see conftest.py). test-all takes half an hour.
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2 --dist worksteal --quick
 
@@ -54,5 +54,5 @@ clean:
 
 $(INSTALLED): pyproject.toml thunder_overlay.pth
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install -q -e '.[demo,test]'
+	$(BIN)/python -m pip install -q --no-compile -e '.[demo,test]'  # what is imported is compiled then
 	touch $(INSTALLED)

@@ -1397,36 +1397,32 @@ class PrologueMachine(RuleBasedStateMachine):
     def draw(self, data, kind):
         return data.draw(self.changes.get(kind, self.changes["attribute"]))
 
-    def try_a_change(self, data, kind, times, after):
-        """Makes a change and undoes it if it is refused, so that most changes are made to what is accepted."""
-        if not self.session.is_accepted:
-            self.undo_all(times=1)
-        undos = len(self.session.undos)
-        self.step(self.draw(data, kind), max(times, 1))
-        if not self.session.is_accepted and len(self.session.undos) > undos:
-            self.step(Undo(), after)
-
     # One rule for all: of several, hypothesis leaves out some in each example, and with them most of what is to be tried.
     @rule(data=st.data(), action=st.sampled_from(ACTIONS))
     def act(self, data, action):
         getattr(self, action)(data)
 
+    # What is drawn never depends on what was accepted: hypothesis must be able to draw it again, and not all that a change
+    # leaves behind is undone.
+
     def try_changes(self, data):
         """Makes changes, and undoes each that is refused, so that most are made to what is accepted."""
         for kind in data.draw(st.lists(st.sampled_from(KINDS), min_size=3, max_size=10)):
+            step, times, after = self.draw(data, kind), data.draw(TIMES), data.draw(TIMES)
             if not self.session.is_accepted:
                 self.undo_all(data)
             undos = len(self.session.undos)
-            self.step(self.draw(data, kind), max(1, data.draw(TIMES)))
+            self.step(step, max(1, times))
             if not self.session.is_accepted and len(self.session.undos) > undos:
-                self.step(Undo(), data.draw(TIMES))
+                self.step(Undo(), after)
 
     def change(self, data):
         self.step(self.draw(data, data.draw(st.sampled_from(KINDS))), data.draw(TIMES))
 
     def undo(self, data):
+        step, times = Undo(data.draw(st.sampled_from((-1, -1, -1, 0)))), data.draw(TIMES)
         if self.session.undos:
-            self.step(Undo(data.draw(st.sampled_from((-1, -1, -1, 0)))), data.draw(TIMES))
+            self.step(step, times)
 
     def undo_all(self, data):
         while self.session.undos:
@@ -1462,9 +1458,10 @@ class PrologueMachine(RuleBasedStateMachine):
             self.undo(data)
 
     def call(self, data):
+        times = data.draw(TIMES)
         if self.calls < self.max_calls:
             self.calls += 1
-            self.step(Call(), data.draw(TIMES))
+            self.step(Call(), times)
 
     def teardown(self):
         if hasattr(self, "session"):
