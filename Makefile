@@ -29,10 +29,11 @@ FUZZ ?= --steps 10000 --mutants
 fuzz: $(INSTALLED)
 	$(BIN)/python -m thunder.tests.prologue_fuzz $(FUZZ)
 
-# The tests that ship with lightning-thunder, as they are and with transforms added to every thunder.jit; about an hour.
+# The tests that ship with lightning-thunder, as they are and with transforms added to every thunder.jit. All of it takes
+# hours; THUNDER_TESTS='test_core.py --every test_core.py=4' chooses a part.
 thunder-tests: $(INSTALLED)
 	$(BIN)/python -m pip install -q -e '.[thunder-tests]'
-	$(BIN)/python scripts/thunder_tests.py
+	$(BIN)/python scripts/thunder_tests.py $(THUNDER_TESTS)
 
 # A quick part of the tests with the oldest and newest Python, torch and lightning-thunder; needs 10 GB of disk. COMPAT
 # holds options of the script, as in COMPAT='--only 3.13 --all'.

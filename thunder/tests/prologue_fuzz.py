@@ -1357,7 +1357,8 @@ KINDS = (
     "tensor", "tensor", "tensor", "tensor", "tensor", "tensor of the ThunderModule", "tensor of the ThunderModule", "load_state_dict",
     "tensor of the model", "ThunderModule", "ThunderModule", "ThunderModule", "inputs", "inputs", "mode",
 )  # fmt: skip
-ACTIONS = ("try_changes", "try_changes", "try_changes", "change", "undo", "undo_all", "toggle", "churn", "hide", "call")
+# The first is the one that hypothesis prefers when it makes a failure smaller.
+ACTIONS = ("change", "try_changes", "try_changes", "try_changes", "undo", "undo_all", "toggle", "churn", "hide", "call")
 # After more than a few hits, what has changed before is no longer taken to change often.
 TIMES = st.sampled_from((2, 2, 2, 5, 5, 1, 3, 0))
 
@@ -1468,8 +1469,10 @@ class PrologueMachine(RuleBasedStateMachine):
             self.session.close()
 
 
-# Hypothesis makes most examples by changing earlier ones a little, so that many short runs see more than a long one.
-EXAMPLES_AT_A_TIME = 6
+# How many sequences of how many actions are made at a time, where prologues are compared and where whole calls are.
+# Hypothesis makes most sequences by changing earlier ones a little, so that many short runs see more than a long one. And
+# only between runs is it looked at whether that was enough: with calls, most of which compile, that must be often.
+PROLOGUES_AT_A_TIME, CALLS_AT_A_TIME = (6, 50), (3, 8)
 
 
 def search(
@@ -1501,9 +1504,10 @@ def search(
     coverage = coverage or Coverage()
     models = make_trees(seed, trees)
     phases = (hypothesis.Phase.generate, *((hypothesis.Phase.shrink,) if shrink else ()))
+    examples, actions = CALLS_AT_A_TIME if VARIANTS[variant].calls else PROLOGUES_AT_A_TIME
     settings = hypothesis.settings(
-        max_examples=EXAMPLES_AT_A_TIME,
-        stateful_step_count=50,
+        max_examples=examples,
+        stateful_step_count=actions,
         phases=phases,
         database=None,
         deadline=None,
