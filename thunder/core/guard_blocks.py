@@ -61,7 +61,7 @@ _INLINE_DIMS = 5  # c10::impl::SizesAndStrides keeps so many sizes within the te
 
 _dict_of = operator.attrgetter("__dict__")
 _implementation_of = operator.attrgetter("_cdata")
-_describe = operator.attrgetter("shape", "dtype", "device", "requires_grad")
+_describe = operator.attrgetter("shape", "dtype", "device", "requires_grad")  # as Metadata
 
 
 class _Memory:
@@ -71,6 +71,7 @@ class _Memory:
 
 
 _memory = np.asarray(_Memory())
+_memory_view = memoryview(_memory)
 
 
 def _indices(addresses) -> np.ndarray:
@@ -109,6 +110,15 @@ class _MemoryGuard:
     def __call__(self) -> bool:
         return _memory.take(self._indices).tobytes() == self._expected
 
+    def in_one_call(self) -> tuple[functools.partial, tuple[int, ...]]:
+        """Returns a call that reads the words, more slowly, with no other thread in between (numpy lets one run), and
+        what it should return."""
+        indices, words = self._indices.tolist(), np.frombuffer(self._expected, np.uint64).tolist()
+        if not indices:
+            return functools.partial(tuple), ()
+        # It returns a tuple only of several.
+        return functools.partial(operator.itemgetter(*indices, indices[0]), _memory_view), (*words, words[0])
+
     def changed(self) -> np.ndarray:
         """Which of the words have changed, as an array of bools."""
         return _memory.take(self._indices) != np.frombuffer(self._expected, np.uint64)
@@ -144,12 +154,15 @@ def is_plain_attribute(obj: Any, name: str) -> bool:
     return name in instance_dict
 
 
-def poll_attributes(attributes: Sequence[tuple[Any, str]]) -> Callable[[], bool]:
-    """Makes a guard that reads plain attributes and says whether each is the very object that it is now."""
+def poll_attributes(attributes: Sequence[tuple[Any, str]], values: Sequence[Any] | None = None) -> Callable[[], bool]:
+    """Makes a guard that reads plain attributes and says whether each is the very object in ``values``, or that it is
+    now."""
+    if values is None:
+        values = [getattr(obj, name) for obj, name in attributes]
     polls = []
     for start in range(0, len(attributes), _WRITTEN_OUT):
         objects, names = zip(*attributes[start : start + _WRITTEN_OUT])
-        polls.append(functools.partial(_attribute_poll(names), objects, tuple(map(getattr, objects, names))))
+        polls.append(functools.partial(_attribute_poll(names), objects, tuple(values[start : start + _WRITTEN_OUT])))
     return polls[0] if len(polls) == 1 else lambda: all(unchanged() for unchanged in polls)
 
 
@@ -182,18 +195,20 @@ def are_unchanged(objects, values):
 """
 
 
-def poll_items(items: Sequence[tuple[dict, Any]]) -> Callable[[], bool]:
-    """Makes a guard that reads items of dicts and says whether each is the very object that it is now."""
+def poll_items(items: Sequence[tuple[dict, Any]], values: Sequence[Any] | None = None) -> Callable[[], bool]:
+    """Makes a guard that reads items of dicts and says whether each is the very object in ``values``, or that it is
+    now."""
+    if values is None:
+        values = [d[key] for d, key in items]
     reads = []
     for source in {id(d): d for d, _ in items}.values():
-        keys = [key for d, key in items if d is source]
+        keys, expected = zip(*[(key, value) for (d, key), value in zip(items, values) if d is source])
         # A C call reads them all; it returns a tuple only of several.
-        read = operator.itemgetter(*keys, keys[0])
-        reads.append((read, source, read(source)))
+        reads.append((operator.itemgetter(*keys, keys[0]), source, (*expected, expected[0])))
 
     def unchanged() -> bool:
         try:
-            return all(all(map(operator.is_, read(source), values)) for read, source, values in reads)
+            return all(all(map(operator.is_, read(source), expected)) for read, source, expected in reads)
         except KeyError:
             return False
 
@@ -298,38 +313,88 @@ def are_guardable(tensors: Sequence[Any]) -> bool:
     )
 
 
-def tensor_guard(tensors: Sequence[torch.Tensor]) -> Callable[[Sequence[torch.Tensor]], bool]:
-    """Makes a guard for the type, shape, dtype, device and ``requires_grad`` of tensors.
+class Metadata(NamedTuple):
+    """What a prologue checks of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Metadata:
+        """Returns what a tensor is now."""
+        return cls(*_describe(tensor))
+
+    @classmethod
+    def make(cls, shape: Sequence[Any], device: str, dtype: torch.dtype, requires_grad: bool) -> Metadata | None:
+        """Takes the arguments of ``check_tensor_shape_and_metadata``. None if some of them are not constants."""
+        if not all(type(size) is int for size in shape):
+            return None
+        return cls(tuple(shape), dtype, torch.device(device), requires_grad)
+
+
+def tensor_guard(
+    tensors: Sequence[torch.Tensor], metadata: Sequence[Metadata] | None = None
+) -> Callable[[Sequence[torch.Tensor]], bool] | None:
+    """Makes a guard for the type and metadata of tensors.
 
     Args:
         tensors (Sequence[torch.Tensor]): Tensors that :func:`are_guardable`. They are not kept alive.
+        metadata (Sequence[Metadata] | None): What they must be; None for what they are now.
 
     Returns:
-        A callable that takes tensors in the same order.
+        A callable that takes tensors in the same order. None if they are not what they must be.
     """
     make_guard = _torch_tensor_guard if available_blocks().tensor_guards else _portable_tensor_guard
-    return make_guard(tensors)
+    return make_guard(tensors, metadata)
 
 
-def words_guard(tensors: Sequence[torch.Tensor]) -> Callable[[], bool]:
+def words_guard(
+    tensors: Sequence[torch.Tensor], metadata: Sequence[Metadata] | None = None
+) -> Callable[[], bool] | None:
     """Makes a guard like :func:`tensor_guard` for these very tensor objects, which the caller vouches to be alive when it
     is asked. It costs the same for one tensor as for a hundred. Needs ``available_blocks().tensor_words``."""
-    return _tensor_words_guard(tensors, available_blocks().layout)
+    return _tensor_words_guard(tensors, available_blocks().layout, metadata)
 
 
-def _portable_tensor_guard(tensors: Sequence[torch.Tensor]) -> Callable[[Sequence[torch.Tensor]], bool]:
+def _are_at_once(
+    tensors: Sequence[torch.Tensor], metadata: Sequence[Metadata] | None, *calls: tuple[functools.partial, Any]
+) -> bool:
+    """Whether each of the calls returns what stands beside it, and the tensors are of such metadata at that moment. Were
+    they asked one after the other, another thread could change a tensor and change it back, and what the calls look at
+    would be something else.
+
+    All that runs is C, within one call of it, so that no other thread runs in between. The calls must keep to that.
+    """
+    described = [Metadata.of(tensor) for tensor in tensors] if metadata is None else [*metadata]
+    describe = functools.partial(list, map(_describe, tensors)), described
+    types = functools.partial(list, map(type, tensors)), [*map(type, tensors)]
+    functions, expected = zip(*calls, describe, types)
+    answers = list(map(functools.partial.__call__, functions))
+    return answers == list(expected) and DENSE_TENSOR_TYPES.issuperset(types[1])
+
+
+def _portable_tensor_guard(
+    tensors: Sequence[torch.Tensor], metadata: Sequence[Metadata] | None = None
+) -> Callable[[Sequence[torch.Tensor]], bool] | None:
+    if metadata is None:
+        metadata = [Metadata.of(tensor) for tensor in tensors]
     # There is one CPU, and to ask whether a tensor is there costs less than to ask where it is.
-    is_cpu = all(tensor.is_cpu for tensor in tensors)
+    is_cpu = all(m.device.type == "cpu" for m in metadata)
     describe = operator.attrgetter("shape", "dtype", "is_cpu" if is_cpu else "device", "requires_grad")
-    types, described = list(map(type, tensors)), list(map(describe, tensors))
+    described = [(m.shape, m.dtype, True if is_cpu else m.device, m.requires_grad) for m in metadata]
+    types = list(map(type, tensors))
 
     def unchanged(tensors) -> bool:
         return list(map(type, tensors)) == types and list(map(describe, tensors)) == described
 
-    return unchanged
+    return unchanged if DENSE_TENSOR_TYPES.issuperset(types) and unchanged(tensors) else None
 
 
-def _torch_tensor_guard(tensors: Sequence[torch.Tensor]) -> Callable[[Sequence[torch.Tensor]], bool]:
+def _torch_tensor_guard(
+    tensors: Sequence[torch.Tensor], metadata: Sequence[Metadata] | None = None
+) -> Callable[[Sequence[torch.Tensor]], bool] | None:
     # TensorGuards accepts no tensor twice, so that a second name of one goes into a second guard.
     rounds: list[list[int]] = []
     seen: dict[int, int] = {}
@@ -340,6 +405,9 @@ def _torch_tensor_guard(tensors: Sequence[torch.Tensor]) -> Callable[[Sequence[t
             rounds.append([])
         rounds[times].append(i)
     checks = [_make_torch_guard([tensors[i] for i in indices]).check for indices in rounds]
+    calls = [(functools.partial(check, *[tensors[i] for i in indices]), True) for check, indices in zip(checks, rounds)]
+    if not _are_at_once(tensors, metadata, *calls):
+        return None
     if len(rounds) == 1:
         (check,) = checks
         return lambda tensors: check(*tensors)
@@ -371,7 +439,9 @@ class Layout(NamedTuple):
     """In the AutogradMeta: ``requires_grad``, and what else makes a tensor require a gradient."""
 
 
-def _tensor_words_guard(tensors: Sequence[torch.Tensor], layout: Layout) -> Callable[..., bool]:
+def _tensor_words_guard(
+    tensors: Sequence[torch.Tensor], layout: Layout, metadata: Sequence[Metadata] | None = None
+) -> Callable[..., bool] | None:
     ids, implementations = _each(id, tensors), _each(_implementation_of, tensors)
     dims = _each(torch.Tensor.dim, tensors)
     parts = []
@@ -390,7 +460,8 @@ def _tensor_words_guard(tensors: Sequence[torch.Tensor], layout: Layout) -> Call
     def unchanged(tensors=None, first=guards[0], second=guards[1], third=guards[2]) -> bool:
         return first() and second() and third()
 
-    return unchanged
+    is_right = unchanged() and _are_at_once(tensors, metadata, *[guard.in_one_call() for guard in guards])
+    return unchanged if is_right else None
 
 
 _OBJECT_WORDS = 26  # as many are looked at; a TensorImpl or AutogradMeta may be a little shorter
@@ -509,7 +580,8 @@ def available_blocks() -> Blocks:
                 layout=layout,
                 dict_versions=dict_versions,
                 instance_versions=dict_versions and _probe_instances(),
-                tensor_words=layout is not None and _probe_tensors(lambda ts: _tensor_words_guard(ts, layout)),
+                tensor_words=layout is not None
+                and _probe_tensors(functools.partial(_tensor_words_guard, layout=layout)),
                 tensor_guards=_probe_tensors(_torch_tensor_guard),
             )
         )
@@ -656,7 +728,7 @@ def _probe_tensors(make_guard: Callable) -> bool:
     def make(tensor, change):
         first = torch.zeros(2)
         guard = make_guard([first, tensor])
-        return (lambda: guard([first, tensor])), lambda: change(tensor)
+        return (lambda: guard is not None and guard([first, tensor])), lambda: change(tensor)
 
     def tensors():
         for requires_grad in (False, True):

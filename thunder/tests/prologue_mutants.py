@@ -68,8 +68,9 @@ MUTANTS = {
     ),
     "a buffer": Mutant(
         "Checks parameters only.",
-        fused, "_Plan._compares", "self._checked.append(source)",
-        "self._checked += [source] if self._tensors[source][0] in [h.parameters for h in self._handles.values()] else []",
+        fused, "_Plan._compares", "return self._checked.setdefault(source, metadata) == metadata",
+        "return self._tensors[source][0] not in [h.parameters for h in self._handles.values()] or "
+        "self._checked.setdefault(source, metadata) == metadata",
     ),
     "tensors of a dict that changes often": Mutant(
         "Does not check tensors whose dict is no longer compared by version.",
@@ -164,12 +165,13 @@ MUTANTS = {
     ),
     "methods of ThunderModule": Mutant(
         "Takes a state although ThunderModule's class does not read as it does.",
-        fused, "_Plan.take_state", "if self._handles and not self._class_guard()():", "if False:",
+        fused, "_Plan.take_versions", "if self._handles and not self._class_guard()():", "if False:",
     ),
     # How a state is taken
     "takes a state without checking": Mutant(
         "When the comparison says no, takes the new state without a full check.",
-        fused, "_ModuleGuard._accept", "plan.still_fits(self._run(roots))", "True",
+        fused, "_ModuleGuard._accept", "self._run(roots)",
+        "tuple(plan._held.get(proxy.name) for proxy in self._region.reads)",
     ),
     "never renews a plan": Mutant(
         "Goes on with a plan whose objects are no longer those that were read.",

@@ -1319,6 +1319,46 @@ def test_threads():
     pair.check()
 
 
+MEANWHILE = {
+    "attribute": change("training", True),
+    "requires_grad": requires_grad("weight", False),
+    "dtype": data("weight", torch.Tensor.double),
+    "shape": data("offset", lambda t: t[:1].clone()),
+    "device": swapped("offset", lambda t: torch.zeros(4, device="meta")),
+    "parameter": overridden("weight", lambda t: torch.nn.Parameter(t.detach().double())),
+}
+
+
+@pytest.mark.parametrize("few", (0, 10**6), ids=("by version", "looked at"))
+@pytest.mark.parametrize("name", MEANWHILE)
+def test_a_change_that_is_undone_while_all_is_checked(name, few, monkeypatch):
+    """As another thread can do it. The state before and after, which is the same, must not be remembered as accepted."""
+    monkeypatch.setattr(fused_prologue, "_FEW", few)
+    change = MEANWHILE[name]
+    with pair_of(Tensors) as pair:
+        _, fused = pair.prologues[0]
+        (guard,) = (g for g in fused.__globals__.values() if isinstance(g, fused_prologue._ModuleGuard))
+        pair.check()
+        with contextlib.ExitStack() as changed:
+            changed.enter_context(change(pair))
+            check_all = guard._read_and_check_all
+
+            def undone_meanwhile(*roots):
+                changed.pop_all().close()
+                try:
+                    return check_all(*roots)
+                finally:
+                    changed.enter_context(change(pair))
+
+            guard._read_and_check_all = undone_meanwhile
+            with torch.no_grad():
+                for _ in range(3):
+                    assert type(run(fused, pair.cms[0], *pair.args)) is tuple
+            guard._read_and_check_all = check_all
+            pair.check(accepted=False)
+        pair.check()
+
+
 @two_ways
 @torch.no_grad()
 def test_threads_call_the_compiled_model():

@@ -446,11 +446,13 @@ class _ModuleGuard:
         return self._region.pack(dict(zip(_names(self._region.reads), read)).__getitem__)
 
     def _accept(self, plan: _Plan, roots: tuple):
-        """Checks everything, and remembers the state if it was the same before and after that (another thread may have
-        changed it meanwhile). Returns the values, or None if it was not."""
-        values_if_unchanged = plan.take_state()
-        values = None
-        if values_if_unchanged is not None and plan.still_fits(self._run(roots)):
+        """Checks everything, and remembers the state if that is what was checked: another thread may change it meanwhile,
+        and change it back. Returns the values, or None if it is not."""
+        values = values_if_unchanged = None
+        versions = plan.take_versions()
+        if versions is not None:
+            values_if_unchanged = plan.fast_path(versions, self._run(roots))
+        if values_if_unchanged is not None:
             values = values_if_unchanged(*roots)
         accepted = (plan, values_if_unchanged) if values is not None else (None, None)
         self._plan, self._values_if_unchanged = accepted
@@ -514,9 +516,9 @@ class _Plan:
         self._handles: dict[str, _Handle] = {}
         self._tensors: dict[str, tuple[dict, str]] = {}  # proxy: the dict that it is read from, its key
         self._held: dict[str, Any] = {}  # proxy: an object whose identity is compared
-        self._attributes: dict[tuple[int, str], tuple[Any, str]] = {}
-        self._items: list[tuple[dict, str]] = []
-        self._checked: list[str] = []
+        self._attributes: dict[str, tuple[Any, str]] = {}  # proxy: the object and the name of its attribute
+        self._items: dict[str, tuple[dict, str]] = {}  # proxy: the dict and the key
+        self._checked: dict[str, blocks.Metadata] = {}  # proxy of a tensor: what it is compiled for
         # The ids of objects and dicts that change so often that versions are of no use.
         self._polled: frozenset[int] = frozenset()
         self._times_changed: dict[frozenset[int], int] = {}
@@ -550,7 +552,7 @@ class _Plan:
         if id_ is PrimIDs.UNPACK_SUBMODULE and handle is not None:
             if value is None or handle.submodules.get(args[1]) is not value:
                 return False
-            self._items.append((handle.submodules, args[1]))
+            self._items[bsym.output.name] = handle.submodules, args[1]
             self._held[bsym.output.name] = value
             return True
         if id_ is PrimIDs.UNPACK_ATTR and (handle is not None or source in self._held):
@@ -561,17 +563,17 @@ class _Plan:
                 handle.absent.add(args[1])  # it passes the read on to its model
             if not blocks.is_plain_attribute(owner, args[1]) or getattr(owner, args[1]) is not value:
                 return False
-            self._attributes[id(owner), args[1]] = (owner, args[1])
+            self._attributes[bsym.output.name] = owner, args[1]
             self._held[bsym.output.name] = value
             return True
         if id_ is PrimIDs.UNPACK_GETITEM and type(self._held.get(source)) is tuple and type(args[1]) is int:
             self._held[bsym.output.name] = value
             return True
         if id_ is PrimIDs.CHECK_TENSOR_SHAPE_AND_METADATA and source in self._tensors:
-            if not blocks.are_guardable([values[source]]):
+            metadata = blocks.Metadata.make(*args[1:])
+            if metadata is None or not blocks.are_guardable([values[source]]):
                 return False
-            self._checked.append(source)
-            return True
+            return self._checked.setdefault(source, metadata) == metadata
         return id_ in _VALUE_CHECKS and source in self._held and type(self._held[source]) in _IMMUTABLE
 
     def _make_residual(self, residual: Sequence[BoundSymbol]) -> None:
@@ -608,7 +610,7 @@ class _Plan:
     def _lay_out(self) -> None:
         """Decides what is compared by version and what is polled, and where each value comes from."""
         objects = {id(obj): obj for obj, _ in self._attributes.values()}
-        dicts = {id(d): d for d, _ in (*self._tensors.values(), *self._items)}
+        dicts = {id(d): d for d, _ in (*self._tensors.values(), *self._items.values())}
         versioned: dict[int, Any] = {}
         versioned_dicts: dict[int, dict] = {}
         if len(self._attributes) + len(self._items) + len(self._checked) > _FEW:
@@ -618,11 +620,13 @@ class _Plan:
         self._versions = None
         if versioned or versioned_dicts:
             self._versions = blocks.Versions(versioned.values(), [ThunderModule], versioned_dicts.values())
-        attributes = self._attributes.values()
-        self._polled_attributes = [(obj, name) for obj, name in attributes if id(obj) not in versioned]
-        self._polled_items = [(d, key) for d, key in self._items if id(d) not in versioned_dicts]
+        attributes, items = self._attributes.items(), self._items.items()
+        self._polled_attributes = {proxy: read for proxy, read in attributes if id(read[0]) not in versioned}
+        self._polled_items = {proxy: read for proxy, read in items if id(read[0]) not in versioned_dicts}
         # A version says that nothing has changed since; that an attribute is still the instance's is seen here.
-        self._in_instance = [(obj, name) for obj, name in attributes if id(obj) in versioned and name in vars(obj)]
+        self._in_instance = [
+            (obj, name) for obj, name in self._attributes.values() if id(obj) in versioned and name in vars(obj)
+        ]
 
         targets = self._region.flat_targets
         names = dict.fromkeys(name for name in (*targets, *self._checked) if name in self._tensors)
@@ -635,7 +639,8 @@ class _Plan:
         # The segments are the very runs of values that are returned.
         targets_are_segments = segments == [t if isinstance(t, Proxy) else _names(t) for t in self._region.targets]
         position = {name: i for i, name in enumerate(tensors)}
-        checked = sorted(position[name] for name in set(self._checked))
+        checked = sorted(position[name] for name in self._checked)
+        self._metadata = {position[name]: metadata for name, metadata in self._checked.items()}
         # Those of which the version of their dict says that they are the same tensors.
         same = [i for i in checked if source_of[tensors[i]] in versioned_dicts]
         self._compared_by_words = same if len(same) > _FEW and blocks.available_blocks().tensor_words else []
@@ -684,34 +689,52 @@ class _Plan:
         # This is asked last: what changes later, the new versions notice.
         return plan if all(itertools.starmap(blocks.is_plain_attribute, plan._attributes.values())) else None
 
-    def take_state(self) -> Callable | None:
-        """Makes a function that returns the values of the fused statement if the state is what it is now, and else None.
-        Returns None itself if this plan does not fit the state."""
-        guards = []
-        if self._versions is not None:
-            self._state = self._versions.guard()
-            if self._state is None:
-                return None
-            guards.append(self._state)
-        elif self._handles:
-            guards.append(self._class_guard())
+    def take_versions(self) -> tuple[Callable[[], bool], ...] | None:
+        """Returns guards of what is compared by version, from now on. None if this plan does not fit the state."""
         if self._handles and not self._class_guard()():
             return None
+        if self._versions is None:
+            return (self._class_guard(),) if self._handles else ()
+        self._state = self._versions.guard()
+        return None if self._state is None else (self._state,)
+
+    def fast_path(self, versions: tuple[Callable[[], bool], ...], read: tuple) -> Callable | None:
+        """Makes a function that returns the values of the fused statement if the state is what a full check has accepted,
+        and else None.
+
+        Args:
+            versions (tuple): What :meth:`take_versions` returned before that check.
+            read (tuple): What it read. What is not compared by version is compared with this and not with what is there
+                now, since no more is known of that.
+
+        Returns:
+            None if this plan does not fit what was read or what is there now.
+        """
+        if not self.still_fits(read):
+            return None
+        guards, values = [*versions], dict(zip(_names(self._region.reads), read))
+        for make_guard, polled in (
+            (blocks.poll_attributes, self._polled_attributes),
+            (blocks.poll_items, self._polled_items),
+        ):
+            if polled:
+                guards.append(make_guard([*polled.values()], [values[proxy] for proxy in polled]))
         read_segments = _reader(self._segments)
         try:
-            if self._polled_attributes:
-                guards.append(blocks.poll_attributes(self._polled_attributes))
-            if self._polled_items:
-                guards.append(blocks.poll_items(self._polled_items))
             segments = read_segments()
-        except (AttributeError, KeyError):
+        except KeyError:
             return None
         tensors = list(itertools.chain.from_iterable(segments))
-        if not blocks.are_guardable([tensors[i] for i in (*self._compared_by_words, *self._compared_alone)]):
+        if not blocks.are_guardable([tensors[i] for i in self._metadata]):
             return None
         if self._compared_by_words:
-            guards.append(blocks.words_guard([tensors[i] for i in self._compared_by_words]))
+            guards.append(blocks.words_guard(*self._with_metadata(self._compared_by_words, tensors)))
         select_tensors = _select(self._compared_alone, segments)
+        tensors_are_unchanged = select_tensors and blocks.tensor_guard(
+            *self._with_metadata(self._compared_alone, tensors)
+        )
+        if None in guards or (select_tensors and tensors_are_unchanged is None):
+            return None
         return _fast_path(
             handles=tuple(self._handles.values()),
             run_residual=self._run_residual and _with_compile_data(self._run_residual),
@@ -719,10 +742,13 @@ class _Plan:
             read_segments=read_segments,
             guards=tuple(guards),
             select_tensors=select_tensors,
-            tensors_are_unchanged=select_tensors and blocks.tensor_guard(select_tensors(segments)),
+            tensors_are_unchanged=tensors_are_unchanged,
             rest=tuple(self._handles.get(name) or self._held[name] for name in self._rest),
             arrange=self._arrange,
         )
+
+    def _with_metadata(self, indices: list[int], tensors: Sequence[torch.Tensor]) -> tuple[list, list]:
+        return [tensors[i] for i in indices], [self._metadata[i] for i in indices]
 
     def _class_guard(self) -> Callable[[], bool]:
         """Makes a guard that says whether a ThunderModule reads parameters as it does, and passes on the attributes that
