@@ -1079,8 +1079,15 @@ class CallSession(Session):
             self.coverage.verdicts[expected] += 1
 
     def _tensors(self) -> list[torch.Tensor]:
-        owners = [cm if isinstance(cm, ThunderModule) else self.names["model"] for cm in self.cms]
-        held = [t for owner in owners for t in (*owner.parameters(), *owner.buffers())]
+        held: list[Any] = []
+        for cm in self.cms:
+            # A step may have put something else there.
+            for name in ("_overrides_parameters", "_overrides_buffers"):
+                overrides = vars(cm).get(name) if isinstance(cm, ThunderModule) else None
+                held += overrides.values() if isinstance(overrides, dict) else ()
+        for module in self.names["model"].modules():
+            if isinstance(module, torch.nn.Module):
+                held += (*module._parameters.values(), *module._buffers.values())
         return list({id(t): t for t in held if isinstance(t, torch.Tensor)}.values())
 
     def _result(self, cm: Any) -> tuple:
