@@ -321,6 +321,10 @@ class Metadata(NamedTuple):
     device: torch.device
     requires_grad: bool
 
+    @property
+    def is_cpu(self) -> bool:
+        return self.device.type == "cpu"
+
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Metadata:
         """Returns what a tensor is now."""
@@ -381,10 +385,9 @@ def _portable_tensor_guard(
     if metadata is None:
         metadata = [Metadata.of(tensor) for tensor in tensors]
     # There is one CPU, and to ask whether a tensor is there costs less than to ask where it is.
-    is_cpu = all(m.device.type == "cpu" for m in metadata)
+    is_cpu = all(m.is_cpu for m in metadata)
     describe = operator.attrgetter("shape", "dtype", "is_cpu" if is_cpu else "device", "requires_grad")
-    described = [(m.shape, m.dtype, True if is_cpu else m.device, m.requires_grad) for m in metadata]
-    types = list(map(type, tensors))
+    types, described = list(map(type, tensors)), list(map(describe, metadata))
 
     def unchanged(tensors) -> bool:
         return list(map(type, tensors)) == types and list(map(describe, tensors)) == described
