@@ -208,7 +208,7 @@ MUTANTS = {
     ),
     "type of an input": Mutant(
         "Takes a tensor subclass for a tensor.",
-        fused, "_tensor_condition", "type({name}) in dense_tensors and ", "",
+        fused, "_tensor_condition", "type({name}) in dense_tensors and ", "hasattr({name}, 'shape') and ",
     ),
 }  # fmt: skip
 
