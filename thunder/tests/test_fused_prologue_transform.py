@@ -1319,6 +1319,24 @@ def test_threads():
     pair.check()
 
 
+@pytest.mark.parametrize("few", (0, 10**6), ids=("by version", "looked at"))
+def test_a_submodule_that_comes_from_the_model_itself(few, monkeypatch):
+    """The ThunderModule reads it there when it has none of its own. Found by the fuzzer."""
+    monkeypatch.setattr(fused_prologue, "_FEW", few)
+    model = torch.nn.Sequential(torch.nn.Sequential(Scaled()), torch.nn.Linear(4, 4)).eval()
+    pair = Pair(model, torch.randn(3, 4))
+    (cm,) = pair.cms
+    pair.check()
+    with pytest.MonkeyPatch.context() as patches:
+        patches.delitem(cm._module_cache, "0.0")
+        pair.check(times=3)
+        with pytest.MonkeyPatch.context() as more:
+            more.delitem(model[0]._modules, "0")
+            pair.check(accepted=False)
+        pair.check()
+    pair.check()
+
+
 MEANWHILE = {
     "attribute": change("training", True),
     "requires_grad": requires_grad("weight", False),

@@ -623,7 +623,9 @@ class _Plan:
         attributes, items = self._attributes.items(), self._items.items()
         self._polled_attributes = {proxy: read for proxy, read in attributes if id(read[0]) not in versioned}
         self._polled_items = {proxy: read for proxy, read in items if id(read[0]) not in versioned_dicts}
-        # A version says that nothing has changed since; that an attribute is still the instance's is seen here.
+        # A version says that nothing has changed since; that an attribute is still the instance's is seen here, and that an
+        # item is still in its dict: what is not is read from somewhere else.
+        self._versioned_items = {proxy: read for proxy, read in items if id(read[0]) in versioned_dicts}
         self._in_instance = [
             (obj, name) for obj, name in self._attributes.values() if id(obj) in versioned and name in vars(obj)
         ]
@@ -777,7 +779,9 @@ class _Plan:
                     name in self._given or type(value) not in _IMMUTABLE or type(new) is not type(value)
                 ):
                     return False
-        return all(name in obj.__dict__ for obj, name in self._in_instance)
+        return all(name in obj.__dict__ for obj, name in self._in_instance) and all(
+            d.get(key) is self._held[proxy] for proxy, (d, key) in self._versioned_items.items()
+        )
 
 
 def _fast_path(
